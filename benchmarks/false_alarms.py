@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.saving import saved
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import STANDING, STATISTICS, Check
+from fa_verify.properties.checks.claims import Check, checks_of, standing_of
 from fa_verify.properties.checks.limits import FAMILIES, judged_elements
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.loading import load
@@ -59,7 +59,10 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-CHECKS: dict[str, Check] = {**STANDING, **STATISTICS}
+CHECKS: dict[str, Check] = {
+    **{x.name: x.check for x in standing_of("attention")},
+    **checks_of("statistics"),
+}
 # Kernels on a CPU that need no interpreter.
 ON_CPU = ("sdpa-math", "benchmarks/emulated.py:attention")
 MAX_SEQLEN = {"cpu": 200, "cuda": 512}
@@ -172,7 +175,7 @@ def counted(subject: Subject, seconds: float, device: str, seed: str) -> Counts:
     return counts
 
 
-def _alarms(trial: Trial) -> list[list[Finding]]:
+def _alarms(trial: AttentionTrial) -> list[list[Finding]]:
     """Returns the findings of each problem that fails alone, or else those of the batch."""
     findings, problem = _findings(trial), trial.problem
     if not findings:
@@ -182,12 +185,12 @@ def _alarms(trial: Trial) -> list[list[Finding]]:
     return list(filter(None, alone)) or [findings]
 
 
-def _findings(trial: Trial) -> list[Finding]:
+def _findings(trial: AttentionTrial) -> list[Finding]:
     found = [x for check in CHECKS.values() for x in check(trial)]
     return [dataclasses.replace(x, kernel=trial.subject.source) for x in found]
 
 
-def _trials(subject: Subject, problem: Problem) -> Iterator[Trial]:
+def _trials(subject: Subject, problem: Problem) -> Iterator[AttentionTrial]:
     """Yields the run of a batch, or of the parts of it that are in range and not refused."""
     try:
         trial = run_trial(subject, problem)

@@ -32,10 +32,10 @@ from benchmarks.saving import saved
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import backward, limits
-from fa_verify.properties.checks.guarantees import STATISTICS, Check, accuracy
+from fa_verify.properties.checks.claims import Check, accuracy, checks_of
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.atomic_write import write_atomically
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
@@ -65,7 +65,8 @@ OUTPUTS = ("out", "dq", "dk", "dv")
 _GRADIENTS = OUTPUTS[1:]
 _TOGETHER = {"backward": (_GRADIENTS,), "limit": (("out",), _GRADIENTS)}
 CHECKS: Mapping[str, Check] = {
-    "bound": accuracy, "backward": backward.backward, "limit": limits.limits, **STATISTICS
+    "bound": accuracy, "backward": backward.backward, "limit": limits.limits,
+    **checks_of("statistics"),
 }  # fmt: skip
 # Input family and sm_scale.
 FAMILIES: Mapping[str, tuple[str, float | None]] = {
@@ -135,7 +136,7 @@ FAULTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
+def changed(trial: AttentionTrial, fault: str, sizes: Mapping[str, float]) -> AttentionTrial:
     """Returns the trial with a fault in its outputs, before their last rounding.
 
     Args:
@@ -158,7 +159,7 @@ def changed(trial: Trial, fault: str, sizes: Mapping[str, float]) -> Trial:
 _LAST: dict[str, Any] = {}
 
 
-def _computed(function: Callable[[Trial], Any], trial: Trial) -> Any:
+def _computed(function: Callable[[AttentionTrial], Any], trial: AttentionTrial) -> Any:
     """Returns ``function(trial)``, computed once for each trial."""
     if _LAST.get("trial") is not trial:
         _LAST.clear()
@@ -183,7 +184,7 @@ class Limits:
         # The largest places in the grid that seeds needed, in falling order.
         self.largest: dict[str, list[int]] = {name: [] for name in outputs}
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: AttentionTrial) -> None:
         """Asks the check about the faults of a trial, for all outputs at a time."""
         least = dict.fromkeys(self.largest, 0)
         most = dict.fromkeys(self.largest, len(GRID))
@@ -210,7 +211,7 @@ class Limits:
             places.sort(reverse=True)
             del places[self.kept :]
 
-    def _found(self, trial: Trial, places: Mapping[str, int]) -> set[str]:
+    def _found(self, trial: AttentionTrial, places: Mapping[str, int]) -> set[str]:
         sizes = {name: GRID[place] for name, place in places.items()}
         if not sizes:
             return set()

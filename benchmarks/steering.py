@@ -32,7 +32,7 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
 
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
-    from fa_verify.properties.checks import guarantees
+    from fa_verify.properties.checks import claims
     from fa_verify.properties.execution.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
     from fa_verify.properties.subjects.loading import load
@@ -45,7 +45,7 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
     )  # fmt: skip
     tally = Tally()
     attack(
-        Runner(subject, tally), guarantees.accuracy, strategy,
+        Runner(subject, tally), claims.accuracy, strategy,
         seed=f"{dtype}/{seed}", steer=steer, settings=draws(problems),
     )  # fmt: skip
     return {name: tally.worst[f"{name} {dtype}"][0] for name in OUTPUTS}

@@ -28,10 +28,10 @@ from fa_verify.attention_close import assert_attention_close
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.checks import guarantees, identities
+from fa_verify.properties.checks import claims, identities
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
@@ -61,14 +61,7 @@ from tests.unit.properties.subjects.broken_subjects import Eager
 
 __all__ = ["SECTIONS", "Kind", "lines"]
 
-_CHECKS = {
-    **guarantees.GUARANTEES,
-    **guarantees.STATISTICS,
-    **guarantees.CLOSED_FORM,
-    **guarantees.OF_ADDED,
-    **guarantees.POOLED,
-    **guarantees.CALLS,
-}
+_CHECKS = claims.checks_of("call", "statistics", "closed forms", "added", "pooled", "calls")
 _FP64 = Problem(dtype="fp64")
 _MANY = Problem(
     B=2, H=4, Hk=2, M=20, N=13, D=5, Dv=3, dtype="fp64", dirty="nan",
@@ -155,7 +148,9 @@ def _in_digits(
     return torch.ldexp(cut(torch.ldexp(mantissa, torch.tensor(count))), exponent - count)
 
 
-def _trial(fault: str, problem: Problem, subject: type = Attention, **declared: object) -> Trial:
+def _trial(
+    fault: str, problem: Problem, subject: type = Attention, **declared: object
+) -> AttentionTrial:
     of = subject(fault)
     for word, value in declared.items():
         setattr(of, word, value)
@@ -191,7 +186,7 @@ def _scratch() -> str:
     subject = Subject.of(test_memory_checks.Overruns("scratch", 8), "attention")
     trial = run_trial(subject, test_memory_checks.PROBLEM)
     assert trial is not None
-    return str(guarantees.full_overwrite(trial)[0])
+    return str(claims.full_overwrite(trial)[0])
 
 
 def _pooled(check: str, fault: str) -> Callable[[], str]:
@@ -225,7 +220,9 @@ def _streams(check: str, fault: str, problem: Problem = test_streams.PROBLEM) ->
 def _not_captured() -> str:
     with test_streams.standing_in():
         runner = _runner(test_streams.Standing("has no graphs"))
-        said = _first(runner.findings(test_streams.PROBLEM, guarantees.STREAMS["replayed"]), "")
+        said = _first(
+            runner.findings(test_streams.PROBLEM, claims.checks_of("streams")["replayed"]), ""
+        )
     return re.sub(r"\(\S+, line \d+\)", "(attention.py, line 12)", said)
 
 
@@ -254,7 +251,7 @@ def _wrong_backward() -> str:
     trial = _trial("", Problem(M=3, N=2, dtype="fp64"), backward_reads=("out", "lse"))
     assert trial.got.dq is not None
     trial.got.dq.mul_(1.1)
-    return _first(guarantees.backward(trial), "")
+    return _first(claims.backward(trial), "")
 
 
 def _rows_of_both_signs(x: torch.Tensor) -> None:
@@ -267,7 +264,7 @@ def _outside_limits(word: str, output: str, change: Callable[[torch.Tensor], obj
     problem = dataclasses.replace(_ROWS, dtype="fp32")
     trial = _trial("", problem, backward_reads=("out", "lse"))
     change(getattr(trial.got, output))
-    return str(next(x for x in guarantees.limits(trial) if word in x.guarantee))
+    return str(next(x for x in claims.limits(trial) if word in x.guarantee))
 
 
 def _wrong_sums(output: str, spreads: float, columns: slice) -> str:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
-from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import GUARANTEES, STANDING, in_turn
+from fa_verify.oracles.call import Call
+from fa_verify.oracles.guarantee import T3, guarantee_of, named
+from fa_verify.properties.checks.claims import CLAIMS, Claim, in_turn, standing_of
 from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.properties.subjects.supported import ExcludedError
 from fa_verify.repaired_fork import REPAIR_FIRST, in_repaired_fork
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.simulator.interpreter.repair import is_needed
 
 __all__ = ["Report", "verify"]
-
-# Features that every problem drawn for a guarantee must have: arguments of ``problems_of``.
-_FORCED: dict[str, dict[str, Any]] = {
-    "G3": {"empty_rows": True},
-    "G4": {"padding": True},
-    "G5": {"hidden": True},
-    # G12 places elements 2**31 apart: short sequences keep the buffers small.
-    "G12": {"max_seqlen": 32},
-}
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,8 @@ class Report:
 def verify(
     subject: Subject | Callable[..., Any],
     *,
-    problems: Iterable[Problem] | int = 20,
-    guarantees: Sequence[str] = tuple(GUARANTEES),
+    problems: Iterable[Call] | int = 20,
+    guarantees: Sequence[str] | None = None,
     device: str = "cpu",
     max_seqlen: int = 64,
     seed: int = 0,
@@ -98,10 +92,12 @@ def verify(
 
     Args:
         subject: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it
-            supports and how it rounds, or a ``Subject``. Tensors are (B, H, S, D).
-        problems: The problems to check, each with every guarantee; or the number of problems to
-            draw for each guarantee, dtype and configuration that the subject declares.
-        guarantees: Names of the guarantees to check, keys of ``GUARANTEES``.
+            supports and how it rounds, or a ``Subject``. Tensors are (B, H, S, D). Or a function
+            that merges states (``states=True``), or attends to a cache (``cache``).
+        problems: The calls to check, each with every guarantee of its kind; or the number of calls
+            to draw for each check, dtype and configuration that the subject declares.
+        guarantees: The guarantees to check, by key or title, such as "G8", "layout" or "S1". None
+            checks all that are asked of single calls, of every kind that the subject takes.
         device: Device of drawn problems, "cpu" or "cuda".
         max_seqlen: Largest sequence length to draw.
         seed: Seed of the draw. The same seed draws the same problems.
@@ -112,8 +108,7 @@ def verify(
     Raises:
         TypeError: ``subject`` is neither callable nor a ``Subject``.
         ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
-            ``problems`` is less than 1, or the subject's declarations are invalid. Or it takes
-            caches or states in place of padded tensors.
+            ``problems`` is less than 1, or the subject's declarations are invalid.
         RuntimeError: The interpreter is not repaired, and no fork can repair it.
     """
     if not isinstance(subject, Subject):
@@ -123,15 +118,9 @@ def verify(
                 "Subject"
             )
         subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
-    if subject.merges_alone or subject.reads_caches_alone:
-        kind = "merges states" if subject.merges_alone else "attends to caches"
-        raise ValueError(
-            f"{subject.name} {kind} alone, and verify draws no such calls; run fa-verify check, or "
-            "pytest with --fa-kernel"
-        )
-    unknown = [name for name in guarantees if name not in GUARANTEES]
-    if unknown or not guarantees:
-        raise ValueError(f"guarantees has {unknown}; needs some of {tuple(GUARANTEES)}")
+    if guarantees is not None and not guarantees:
+        raise ValueError("guarantees is empty; needs keys or titles, such as 'G8' or 'layout'")
+    claims = _asked(subject, guarantees)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; needs 'cpu' or 'cuda'")
     if isinstance(problems, int):
@@ -145,7 +134,7 @@ def verify(
         devices = {problem.device for problem in problems}
 
     def run() -> Report:
-        return _verify(subject, problems, guarantees, device, max_seqlen, seed)
+        return _verify(subject, problems, guarantees, claims, device, max_seqlen, seed)
 
     if not is_needed():
         return run()
@@ -157,21 +146,45 @@ def verify(
     return in_repaired_fork(run)
 
 
+def _asked(subject: Subject, guarantees: Sequence[str] | None) -> tuple[Claim, ...]:
+    """Return the claims to check on the kinds of calls that a kernel takes.
+
+    A guarantee is asked of single calls, and of pooled probabilities where a kernel returns them.
+    By name, one that is not asked of single calls is asked as it can be.
+    """
+    kinds = kinds_of(subject)
+    groups = ("call", *(("pooled",) if subject.pooled is not None else ()))
+    mine = [claim for claim in CLAIMS if claim.kind in kinds]
+    usual = [claim for claim in mine if claim.group in groups]
+    if guarantees is None:
+        return tuple(usual)
+    found: list[Claim] = []
+    for guarantee in named(guarantees):
+        of_calls = [claim for claim in usual if claim.guarantee is guarantee]
+        found += of_calls or [claim for claim in mine if claim.guarantee is guarantee]
+    return tuple(dict.fromkeys(found))
+
+
 def _verify(
     subject: Subject,
-    problems: tuple[Problem, ...] | int,
-    guarantees: Sequence[str],
+    problems: tuple[Call, ...] | int,
+    guarantees: Sequence[str] | None,
+    claims: Sequence[Claim],
     device: str,
     max_seqlen: int,
     seed: int,
 ) -> Report:
     """Return the report of ``verify`` for valid arguments."""
     runner = Runner(subject, Tally())
-    unchecked: dict[str, str] = {}
+    unchecked = {
+        guarantee.key: f"{subject.name} takes no call that asks for it"
+        for guarantee in named(guarantees or ())
+        if not any(claim.guarantee is guarantee for claim in claims)
+    }
     if isinstance(problems, int):
-        found = _drawn(runner, guarantees, problems, device, max_seqlen, seed, unchecked)
+        found = _drawn(runner, claims, problems, device, max_seqlen, seed, unchecked)
     else:
-        found = _given(runner, guarantees, problems, unchecked)
+        found = _given(runner, claims, problems, unchecked)
     # A kernel that was passed as an object has no name on a command line.
     findings = tuple(x if x.kernel else dataclasses.replace(x, call=subject.name) for x in found)
     tally = runner.tally
@@ -190,57 +203,60 @@ def _verify(
 
 
 def _given(
-    runner: Runner,
-    guarantees: Sequence[str],
-    problems: Iterable[Problem],
-    unchecked: dict[str, str],
+    runner: Runner, claims: Sequence[Claim], problems: Iterable[Call], unchecked: dict[str, str]
 ) -> Iterator[Finding]:
-    """Yield the findings of the guarantees and of the standing checks on every given problem."""
-    checks = {**{name: GUARANTEES[name] for name in guarantees}, **STANDING}
+    """Yield the findings of the claims and of the standing ones on every given call."""
     for problem in problems:
-        yield from runner.findings(problem, in_turn(checks, unchecked))
+        asked = (*(x for x in claims if x.kind == problem.kind), *standing_of(problem.kind))
+        checks = {_name(claim): claim.check for claim in asked}
+        with dots_in_order() if problem.kind == "cache" else nullcontext():
+            yield from runner.findings(problem, in_turn(checks, unchecked))
 
 
 def _drawn(
     runner: Runner,
-    guarantees: Sequence[str],
+    claims: Sequence[Claim],
     count: int,
     device: str,
     max_seqlen: int,
     seed: int,
     unchecked: dict[str, str],
 ) -> Iterator[Finding]:
-    """Draw problems for each guarantee and yield the findings on the simplest failing one."""
-    settings = draws(count)
-    for name in guarantees:
-        variants = _variants(runner.subject, name)
+    """Draw calls for each claim and yield the findings on the simplest failing one."""
+    settings, subject = draws(count), runner.subject
+    for claim in claims:
+        name, draw = _name(claim), KINDS[claim.kind].draw
+        variants = _variants(subject, claim)
         if not variants:
             unchecked[name] = (
-                f"not applicable without fp64: {runner.subject.name} declares "
-                f"dtypes={runner.subject.dtypes}"
+                f"not applicable without fp64: {subject.name} declares dtypes={subject.dtypes}"
             )
         for number, (dtype, config) in enumerate(variants, 1):
-            wanted = {"max_seqlen": max_seqlen, **_FORCED.get(name, {})}
+            wanted = {"dtype": dtype, "device": device, **claim.needs}
+            if claim.kind == "attention":
+                wanted = {"max_seqlen": max_seqlen, "configs": (config,), **wanted}
+            # In the interpreter, a product's bits else depend on its row in the tile.
+            in_order = claim.kind == "cache" or claim.group == "parts"
             try:
-                strategy: st.SearchStrategy[Problem] = problems_of(
-                    runner.subject, dtype=dtype, device=device, configs=(config,), **wanted
-                )
-                attack(
-                    runner,
-                    GUARANTEES[name],
-                    strategy,
-                    seed=f"{seed}/{name}/{dtype}/{config}",
-                    settings=settings,
-                )
+                with dots_in_order() if in_order else nullcontext():
+                    attack(
+                        runner, claim.check, draw(subject, **wanted),
+                        seed=f"{seed}/{name}/{dtype}/{config}", settings=settings,
+                    )  # fmt: skip
             except (ExcludedError, MemoryError) as reason:
                 unchecked[name] = str(reason)
             except Violation as violation:
                 yield from violation.findings
-                # This check has failed and is reported; drop it so that others can show.
-                runner.standing.pop(violation.findings[0].guarantee.split()[0], None)
+                # This guarantee has failed and is reported; leave it out so that others can show.
+                runner.reported.add(guarantee_of(violation.findings[0].guarantee))
                 if left := _named(variants[number:]):
                     unchecked[f"{name} in {left}"] = f"it failed in {_named([(dtype, config)])}"
                 break
+
+
+def _name(claim: Claim) -> str:
+    """Return the name of a claim in a report: "G8" for attention, "C1 page sizes" for others."""
+    return claim.name if claim.kind == "attention" else f"{claim.guarantee.key} {claim.name}"
 
 
 def _named(variants: Sequence[tuple[str, str]]) -> str:
@@ -251,11 +267,13 @@ def _named(variants: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _variants(subject: Subject, guarantee: str) -> list[tuple[str, str]]:
-    """Return the (dtype, configuration) pairs of the subject to which a guarantee applies."""
+def _variants(subject: Subject, claim: Claim) -> list[tuple[str, str]]:
+    """Return the (dtype, configuration) pairs of the kernel to which a claim applies."""
+    if claim.kind != "attention":
+        return [(dtype, "default") for dtype in subject.dtypes]
     return [
         (dtype, config)
         for config, replaced in subject.configs.items()
         for dtype in replaced.get("dtypes", subject.dtypes)
-        if dtype == "fp64" or guarantee != "T3"
+        if dtype == "fp64" or claim.guarantee is not T3
     ]

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.masks.codec import mask_from_record, mask_to_record
 from fa_verify.oracles.masks.mask import Mask
 
@@ -30,7 +31,7 @@ _SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(Call):
     """An attention problem, forward and backward, which determines the bits of its inputs.
 
     Args:
@@ -64,6 +65,8 @@ class Problem:
         TypeError: A field has the wrong type.
         ValueError: A field is out of range.
     """
+
+    kind: ClassVar[str] = "attention"
 
     B: int = 1
     H: int = 1
@@ -146,6 +149,31 @@ class Problem:
         }  # fmt: skip
 
     @property
+    def attention(self) -> Problem:
+        """The problem itself."""
+        return self
+
+    @property
+    def family(self) -> str:
+        """The family of q, k and v."""
+        return self.inputs
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query row and a key, over batch entries and heads."""
+        return self.B * self.H * self.M * self.N
+
+    @property
+    def longest(self) -> int:
+        """The larger of M and N."""
+        return max(self.M, self.N)
+
+    @property
+    def columns(self) -> int:
+        """The larger of D and Dv."""
+        return max(self.D, self.Dv)
+
+    @property
     def all_seeds(self) -> tuple[int, ...]:
         """The seeds of a batched problem, or the one seed."""
         return self.seeds or (self.seed,)
@@ -164,8 +192,8 @@ class Problem:
             seeds=() if one else seeds,
         )
 
-    def to_json(self) -> str:
-        """Returns one line of JSON, without the fields at their defaults."""
+    def record(self) -> dict[str, Any]:
+        """Returns the problem as plain values, without the fields at their defaults."""
         record: dict[str, Any] = {"version": VERSION}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
@@ -174,7 +202,7 @@ class Problem:
                     record["mask"] = mask_to_record(value)
             elif value != item.default:
                 record[item.name] = value
-        return json.dumps(record, separators=(",", ":"))
+        return record
 
     @classmethod
     def from_json(cls, text: str) -> Problem:

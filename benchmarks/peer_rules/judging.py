@@ -20,8 +20,8 @@ from benchmarks.peer_rules.inputs import PLAIN, plain
 from benchmarks.peer_rules.rules import RULES
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import closed_form, guarantees, identities, statistics
-from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial, plan_run
+from fa_verify.properties.checks import claims, closed_form, identities, statistics
+from fa_verify.properties.execution.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
@@ -70,11 +70,11 @@ class _Answer:
     asked: Asked
 
     @cached_property
-    def trial(self) -> Trial:
+    def trial(self) -> AttentionTrial:
         return self.asked.question.run(self.subject)
 
     @cached_property
-    def in_float64(self) -> Trial | None:
+    def in_float64(self) -> AttentionTrial | None:
         asked = self.asked.in_float64
         return None if asked is None else asked.run(self.subject)
 
@@ -91,7 +91,7 @@ class _Answer:
 
 
 def _bound(answer: _Answer) -> bool:
-    return not guarantees.accuracy(answer.trial)
+    return not claims.accuracy(answer.trial)
 
 
 def _averages(answer: _Answer) -> bool:
@@ -100,7 +100,7 @@ def _averages(answer: _Answer) -> bool:
 
 def _logic(answer: _Answer) -> bool:
     trial = answer.in_float64
-    return trial is None or not guarantees.logic(trial)
+    return trial is None or not claims.logic(trial)
 
 
 def _probes(answer: _Answer) -> bool:

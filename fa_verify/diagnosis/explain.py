@@ -24,7 +24,7 @@ from fa_verify.diagnosis.named.passes import Case, Computed, Forward, Pass, comp
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
@@ -112,7 +112,7 @@ def diagnose(
     *,
     also: Iterable[Problem] = (),
     seconds: float = SECONDS,
-    run: Callable[[Problem], Trial | None] | None = None,
+    run: Callable[[Problem], AttentionTrial | None] | None = None,
 ) -> Diagnosis:
     """Name the fault that a subject shows on a failing problem.
 
@@ -137,14 +137,14 @@ class _OutOfTimeError(Exception):
 
 class _Search:
     def __init__(
-        self, subject: Subject, run: Callable[[Problem], Trial | None], seconds: float
+        self, subject: Subject, run: Callable[[Problem], AttentionTrial | None], seconds: float
     ) -> None:
         self.subject = subject
         self._run = run
         self._start = time.monotonic()
         self._ends = time.process_time() + seconds, self._start + _BUSY * seconds
         self._tried = 0
-        self._runs: dict[Problem, Trial | None] = {}
+        self._runs: dict[Problem, AttentionTrial | None] = {}
 
     def of(self, problem: Problem, also: Iterable[Problem]) -> Diagnosis:
         threads = torch.get_num_threads()
@@ -225,7 +225,7 @@ class _Search:
         trial = self._runs[problem]
         return trial and _Seen(trial, outputs, self.subject.numerics_of(problem).splits)
 
-    def _trial(self, problem: Problem) -> Trial | None:
+    def _trial(self, problem: Problem) -> AttentionTrial | None:
         if problem.B * problem.H * problem.M * max(1, problem.N) > _MOST_PAIRS:
             return None
         if self.subject.excludes(problem):
@@ -289,7 +289,7 @@ class _Search:
 class _Seen:
     """A run of the subject on a problem, to which faulty results are compared."""
 
-    def __init__(self, trial: Trial, outputs: tuple[str, ...], splits: int) -> None:
+    def __init__(self, trial: AttentionTrial, outputs: tuple[str, ...], splits: int) -> None:
         self.problem = trial.problem
         self.case = _on_cpu(trial.problem, trial.inputs, splits)
         self._outputs = [

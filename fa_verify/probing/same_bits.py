@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch
 
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem

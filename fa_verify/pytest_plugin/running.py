@@ -23,7 +23,8 @@ import pytest
 import torch
 
 from fa_verify.oracles import renamed
-from fa_verify.oracles.any_problem import AnyProblem, problem_from_json
+from fa_verify.oracles.call import Call
+from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
     large_memory,
@@ -91,16 +92,7 @@ WARNINGS = (
 HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
 QUICK = "test_quick"
 # The test files that --fa-mask runs.
-OF_MASKS = (
-    "test_replay",
-    "test_masks",
-    "test_logic",
-    "test_accuracy",
-    "test_rows_and_padding",
-    "test_memory",
-    "test_invariance",
-    "test_closed_form",
-)
+OF_MASKS = ("test_replay", "test_masks", "test_claims", "test_accuracy", "test_memory")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,6 +117,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--hypothesis-profile is {profile!r}; needs one of {', '.join(profiles.PROFILES)}"
         )
     config.addinivalue_line("markers", "shards(start, step, float64): the shards that a test runs")
+    config.addinivalue_line("markers", "asks(guarantee): the guarantee that a test asks for")
     if not in_checkout(config):
         _set_up_elsewhere(config)
     _choose_replay_line(config)
@@ -148,7 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
         select(config, "test_replay", QUICK, "test_merging", "test_caches")
     if text is not None:
         try:
-            config.stash[REPLAY] = problem_from_json(text)
+            config.stash[REPLAY] = call_from_json(text)
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")
@@ -336,7 +329,7 @@ def watchdog(pytestconfig: pytest.Config) -> Watchdog:
 
 
 @pytest.fixture(scope="session")
-def replayed(pytestconfig: pytest.Config) -> AnyProblem | None:
+def replayed(pytestconfig: pytest.Config) -> Call | None:
     """The problem of --fa-replay, or None."""
     return pytestconfig.stash.get(REPLAY, None)
 

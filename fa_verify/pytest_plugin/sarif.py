@@ -22,7 +22,7 @@ import fa_verify
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.waivers import guarantee_of
+from fa_verify.pytest_plugin.waivers import named_in
 from fa_verify.session import subject_of
 
 __all__ = ["Sarif", "document", "place_of"]
@@ -64,7 +64,7 @@ class Sarif:
             return
         text = str(report.longrepr)
         other = {
-            "guarantee": guarantee_of(text) or FAILURE, "output": "", "size": "",
+            "guarantee": named_in(text) or FAILURE, "output": "", "size": "",
             "message": f"{report.nodeid.rpartition('::')[2]}\n{text}",
         }  # fmt: skip
         self.failures += getattr(report, "sarif", [other])

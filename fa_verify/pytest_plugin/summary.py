@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from fa_verify.oracles.any_problem import AnyProblem
+from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
@@ -25,7 +25,7 @@ from fa_verify.session import device_of, is_ours, is_whole, mask_of, subject_of
 __all__ = ["REPLAY", "Summary"]
 
 # The problem of --fa-replay.
-REPLAY = pytest.StashKey[AnyProblem]()
+REPLAY = pytest.StashKey[Call]()
 
 
 class Summary:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.properties.comparison.compare import Finding, Violation
 
-__all__ = ["Waiver", "Waivers", "guarantee_of", "read"]
+__all__ = ["Waiver", "Waivers", "named_in", "read"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ def read(path: Path) -> list[Waiver]:
     return found
 
 
-def guarantee_of(text: str) -> str:
+def named_in(text: str) -> str:
     """Return the guarantee that a failure message names, as pytest prints it; empty if none."""
-    found = re.search(r"^(?:E\s+)?(G\d+ [a-z ]+):", text, re.MULTILINE)
-    return found[1] if found else ""
+    found = re.search(r"^(?:E\s+)?([A-Za-z]+\d*)( [a-z ]+)?: ", text, re.MULTILINE)
+    return f"{found[1]}{found[2] or ''}" if found and found[1] in GUARANTEES else ""
 
 
 class Waivers:
@@ -146,7 +147,7 @@ class Waivers:
 
     def _expect(self, report: Any, test: str) -> None:
         text = str(report.longrepr)
-        waiver = self._match(guarantee_of(text), text, test)
+        waiver = self._match(named_in(text), text, test)
         if waiver is not None:
             report.outcome, report.wasxfail = "skipped", waiver.reason
 

@@ -12,15 +12,16 @@ import torch
 from fa_verify.oracles.bounds.bias import BiasBound, bias_error
 from fa_verify.oracles.bounds.given_forward import Returned
 from fa_verify.oracles.bounds.sinks import SinkBound, sink_error
+from fa_verify.oracles.guarantee import BACKWARD, G1, T3
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
-from fa_verify.properties.checks.backward import GIVEN_FORWARD, OUTSIDE, forward_read
+from fa_verify.properties.checks.backward import OUTSIDE, forward_read
 from fa_verify.properties.comparison.compare import Finding, ratios
 from fa_verify.properties.execution.trial import (
+    AttentionTrial,
     GradientRun,
     OutOfRangeError,
-    Trial,
     run_gradient,
 )
 from fa_verify.properties.inputs.families import TORCH_DTYPES
@@ -30,7 +31,7 @@ __all__ = ["bias_gradient", "judge_bias_gradient", "judge_sink_gradient", "sink_
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def bias_gradient(trial: Trial) -> list[Finding]:
+def bias_gradient(trial: AttentionTrial) -> list[Finding]:
     """G1 and T3 of dbias: each element lies within the bound, and is 0 where no row sees it.
 
     Returns no findings if the problem has no bias or the subject no gradients. T3 applies to a
@@ -48,7 +49,7 @@ def bias_gradient(trial: Trial) -> list[Finding]:
     return []
 
 
-def sink_gradient(trial: Trial) -> list[Finding]:
+def sink_gradient(trial: AttentionTrial) -> list[Finding]:
     """G1 of dsinks: each element lies within the bound, and within that given the forward.
 
     Returns no findings if the problem has no sinks or no keys, or the subject no gradients.
@@ -62,7 +63,7 @@ def sink_gradient(trial: Trial) -> list[Finding]:
     return judge_sink_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dsinks"))
 
 
-def judge_bias_gradient(trial: Trial, run: Callable[[], GradientRun]) -> list[Finding]:
+def judge_bias_gradient(trial: AttentionTrial, run: Callable[[], GradientRun]) -> list[Finding]:
     """Return the findings of ``bias_gradient`` on a gradient.
 
     Args:
@@ -85,16 +86,16 @@ def judge_bias_gradient(trial: Trial, run: Callable[[], GradientRun]) -> list[Fi
         raise OutOfRangeError(exact.out_of_range)
     want = torch_reference.bias_gradient(*trial.inputs, **_scores(trial))  # type: ignore[arg-type]
     out, lse, got = run()
-    found = _beyond(trial, "dbias", got, want, exact.bound, "G1 accuracy", _LEAVES)
+    found = _beyond(trial, "dbias", got, want, exact.bound, G1, _LEAVES)
     is_sharp = bias.dtype == torch.float64 and trial.judgement.max_score <= LOGIC_SCORE
     if not found and is_sharp:
         limit = LOGIC_SHARE * exact.terms + LOGIC_UNDERFLOW
         claim = "differs by more than rounding"
-        found = _beyond(trial, "dbias", got, want, limit, "T3 logic in float64", claim)
+        found = _beyond(trial, "dbias", got, want, limit, T3, claim)
     return found or _outside(trial, "dbias", got, judged, out, lse)
 
 
-def judge_sink_gradient(trial: Trial, run: Callable[[], GradientRun]) -> list[Finding]:
+def judge_sink_gradient(trial: AttentionTrial, run: Callable[[], GradientRun]) -> list[Finding]:
     """Return the findings of ``sink_gradient`` on a gradient.
 
     Args:
@@ -107,25 +108,25 @@ def judge_sink_gradient(trial: Trial, run: Callable[[], GradientRun]) -> list[Fi
 
     want = torch_reference.sink_gradient(*trial.inputs, **_scores(trial))  # type: ignore[arg-type]
     out, lse, got = run()
-    found = _beyond(trial, "dsinks", got, want, judged(None).bound, "G1 accuracy", _LEAVES)
+    found = _beyond(trial, "dsinks", got, want, judged(None).bound, G1, _LEAVES)
     return found or _outside(trial, "dsinks", got, judged, out, lse)
 
 
 _LEAVES = "leaves the derived bound"
 
 
-def _scores(trial: Trial) -> dict[str, Any]:
+def _scores(trial: AttentionTrial) -> dict[str, Any]:
     problem = trial.problem
     return {"mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap}
 
 
-def _options(trial: Trial) -> dict[str, Any]:
+def _options(trial: AttentionTrial) -> dict[str, Any]:
     numerics = trial.subject.numerics_of(trial.problem)
     return {**_scores(trial), "in_dtype": trial.problem.dtype, "numerics": numerics}
 
 
 def _outside(
-    trial: Trial,
+    trial: AttentionTrial,
     output: str,
     got: torch.Tensor,
     judged: Callable[[Returned | None], BiasBound | SinkBound],
@@ -140,11 +141,11 @@ def _outside(
         return []
     want, bound = judged(read)[:2]
     claim = OUTSIDE.format("its forward's results as returned")
-    return _beyond(trial, output, got, want, bound, GIVEN_FORWARD, claim)
+    return _beyond(trial, output, got, want, bound, BACKWARD, claim)
 
 
 def _beyond(
-    trial: Trial,
+    trial: AttentionTrial,
     output: str,
     got: torch.Tensor,
     want: torch.Tensor,

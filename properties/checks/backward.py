@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from fa_verify.oracles.bounds.given_forward import Gradients, Returned, given_forward, returned
+from fa_verify.oracles.guarantee import BACKWARD
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.properties.comparison.agreement import within
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.ratios import are_finite
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial
 
 __all__ = [
-    "GIVEN_FORWARD",
     "OUTSIDE",
     "backward",
     "forward_read",
@@ -20,11 +20,10 @@ __all__ = [
     "outside",
 ]
 
-GIVEN_FORWARD = "backward given the forward"
 OUTSIDE = "leaves the bound of a backward that reads {}; else declare backward_reads"
 
 
-def backward(trial: Trial) -> list[Finding]:
+def backward(trial: AttentionTrial) -> list[Finding]:
     """dq, dk and dv lie within the bound of a backward that reads out and lse as returned.
 
     The gradients are compared with those that follow in float64 from the subject's own out and
@@ -38,7 +37,7 @@ def backward(trial: Trial) -> list[Finding]:
     return [] if found is None else outside(trial, found)
 
 
-def gradients_of(trial: Trial) -> Gradients | None:
+def gradients_of(trial: AttentionTrial) -> Gradients | None:
     """Return the gradients given the forward; None if they are not judged.
 
     Raises:
@@ -57,17 +56,17 @@ def gradients_of(trial: Trial) -> Gradients | None:
     return found
 
 
-def outside(trial: Trial, found: Gradients) -> list[Finding]:
+def outside(trial: AttentionTrial, found: Gradients) -> list[Finding]:
     """Return the findings of ``backward``, around the gradients given the forward."""
     got = trial.got
     want = trial.want._replace(dq=found.dq, dk=found.dk, dv=found.dv)
     limits = trial.judgement.bound._replace(dq=found.dq_bound, dk=found.dk_bound, dv=found.dv_bound)
     gradients = Outputs(None, None, got.dq, got.dk, got.dv)
     judged = dataclasses.replace(trial, want=want)
-    return within(judged, gradients, limits, GIVEN_FORWARD, OUTSIDE.format(_named(trial)))
+    return within(judged, gradients, limits, BACKWARD, OUTSIDE.format(_named(trial)))
 
 
-def forward_read(trial: Trial) -> Returned | None:
+def forward_read(trial: AttentionTrial) -> Returned | None:
     """Return the outputs that the backward reads; None if none, or if one leaves its bound."""
     assert trial.got.out is not None  # every subject returns it
     given = returned(trial.got.out, trial.got.lse, trial.subject.numerics_of(trial.problem))
@@ -76,7 +75,7 @@ def forward_read(trial: Trial) -> Returned | None:
     return given
 
 
-def _named(trial: Trial) -> str:
+def _named(trial: AttentionTrial) -> str:
     assert trial.got.out is not None
     given = returned(trial.got.out, trial.got.lse, trial.subject.numerics_of(trial.problem))
     names = [name for name, x in given._asdict().items() if x is not None]

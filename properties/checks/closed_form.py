@@ -13,12 +13,13 @@ from collections.abc import Iterator
 import torch
 
 from fa_verify.oracles import stream
+from fa_verify.oracles.guarantee import EXACT, G9, G10
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS, Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.families import (
     NO_ALIBI,
     NO_BIAS,
@@ -31,14 +32,13 @@ from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_values"]
 
-_GUARANTEE = "exact closed forms"
 _COUNTED = 65_536  # exp(lse) in fp32 is within a half of the count up to here
 _FACTOR = 8.0
 _SMALLEST = 2.0**-126  # the smallest normal fp32 number; float64 accumulators have a wider range
 _DIGITS = 2.0**-48  # relative weight of the last digit of a product of two fp32 numbers
 
 
-def counts(trial: Trial) -> list[Finding]:
+def counts(trial: AttentionTrial) -> list[Finding]:
     """With k = 0, round(exp(lse)) is exactly the number of keys that a row sees.
 
     The softmax adds n ones, which is exact in fp32. The errors of logarithm, base conversion and
@@ -66,7 +66,7 @@ def counts(trial: Trial) -> list[Finding]:
     )  # fmt: skip
 
 
-def mask_read_back(trial: Trial) -> list[Finding]:
+def mask_read_back(trial: AttentionTrial) -> list[Finding]:
     """With k = 0 and one-hot values, the nonzero elements of out and dv reproduce the mask.
 
     The problem's seed selects Dv consecutive keys. The d-th of them has v = 1 in column d, and all
@@ -101,7 +101,7 @@ def mask_read_back(trial: Trial) -> list[Finding]:
     return findings
 
 
-def unit_values(trial: Trial) -> list[Finding]:
+def unit_values(trial: AttentionTrial) -> list[Finding]:
     """With k = 0 and v = 1, out is exactly 1 on rows that see a key; fp16 and bf16 only.
 
     The sum of n ones, divided by n or multiplied by a rounded 1 / n, rounds to 1 in 16 bits. This
@@ -124,7 +124,7 @@ def unit_values(trial: Trial) -> list[Finding]:
     )
 
 
-def doubled_values(trial: Trial) -> list[Finding]:
+def doubled_values(trial: AttentionTrial) -> list[Finding]:
     """The forward is linear in v bitwise: 8 v gives 8 out and the same lse.
 
     A power of two changes no rounding without overflow and underflow. The check therefore applies
@@ -151,9 +151,9 @@ def doubled_values(trial: Trial) -> list[Finding]:
             continue
         claim = f"is not {factor:g} times as much for v times {_FACTOR:g}"
         second = second.to(torch.float64)
-        if name not in trial.subject.promises("G10", problem.config):
+        if name not in trial.subject.promises(G10, problem.config):
             alone = Outputs(*(second / factor if x == name else None for x in OUTPUTS))
-            findings += agree(trial, alone, _GUARANTEE, claim, promised=())
+            findings += agree(trial, alone, EXACT, claim, promised=())
             continue
         want = first.to(torch.float64) * factor
         compared = torch.ones_like(first, dtype=torch.bool)
@@ -164,7 +164,7 @@ def doubled_values(trial: Trial) -> list[Finding]:
     return findings
 
 
-def permuted(trial: Trial) -> list[Finding]:
+def permuted(trial: AttentionTrial) -> list[Finding]:
     """Reversing the order of batch entries and groups of heads reverses that of the outputs.
 
     The comparison is bitwise for a subject that promises G9 and G10, otherwise by the bound, as in
@@ -191,9 +191,9 @@ def permuted(trial: Trial) -> list[Finding]:
         inputs = inputs._replace(sinks=_reversed(sinks[None], problem.Hk)[0])
     again = run_subject(trial.subject, turned, inputs)
     back = Outputs(*(None if x is None else _reversed(x, problem.Hk) for x in again))
-    alone, repeated = (trial.subject.promises(word, problem.config) for word in ("G9", "G10"))
+    alone, repeated = (trial.subject.promises(word, problem.config) for word in (G9, G10))
     claim = "depends on the order of batch entries and heads"
-    return agree(trial, back, _GUARANTEE, claim, promised={*alone} & {*repeated})
+    return agree(trial, back, EXACT, claim, promised={*alone} & {*repeated})
 
 
 def _equal_weights(problem: Problem) -> Inputs:
@@ -252,7 +252,7 @@ def _reversed(x: torch.Tensor, Hk: int) -> torch.Tensor:
 
 
 def _found(
-    trial: Trial,
+    trial: AttentionTrial,
     output: str,
     bad: torch.Tensor,
     got: torch.Tensor,
@@ -261,4 +261,4 @@ def _found(
     compared: torch.Tensor | None = None,
 ) -> list[Finding]:
     """Return a finding if any element is bad."""
-    return found_where(trial, output, bad, got, want, _GUARANTEE, claim, compared)
+    return found_where(trial, output, bad, got, want, EXACT, claim, compared)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.guarantee import IDENTITIES
 from fa_verify.properties.checks.statistics import FEWEST, RARE, SLACK, is_valid, mean_square_limit
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial
 
 __all__ = ["identities"]
 
@@ -46,7 +47,7 @@ class _Identity(NamedTuple):
         return ((self.got - self.want).abs() - self.drift).clamp(min=0)
 
 
-def identities(trial: Trial) -> list[Finding]:
+def identities(trial: AttentionTrial) -> list[Finding]:
     """Each identity holds within the error that independent roundings explain.
 
     Applies where ``statistics.is_valid``, to heads with a row that sees at least
@@ -88,7 +89,7 @@ def identities(trial: Trial) -> list[Finding]:
     return findings
 
 
-def _identities(trial: Trial) -> list[_Identity]:
+def _identities(trial: AttentionTrial) -> list[_Identity]:
     """Return the identities of a trial. Excludes rows that see no key, whose dout may be NaN."""
     problem, got, variance = trial.problem, trial.got, trial.variances
     B, Hk = problem.B, problem.Hk
@@ -120,7 +121,7 @@ def _identities(trial: Trial) -> list[_Identity]:
     ]  # fmt: skip
 
 
-def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
+def _beyond(trial: AttentionTrial, identity: _Identity, columns: int) -> list[Finding]:
     """Return a finding if a sum is NaN or exceeds the limit for the largest of all columns."""
     most = math.sqrt(2 * SLACK * (RARE + math.log(2 * columns)))
     limit = most * identity.spread
@@ -131,7 +132,7 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
     index = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), bad.shape))
     return [
         Finding(
-            guarantee="identities",
+            guarantee=IDENTITIES,
             claim=f"breaks {identity.claim} by more than roundings explain",
             subject=trial.subject.name,
             output=identity.output,
@@ -149,11 +150,11 @@ def _beyond(trial: Trial, identity: _Identity, columns: int) -> list[Finding]:
 
 
 def _mean_finding(
-    trial: Trial, identity: _Identity, mean: float, limit: float, columns: int
+    trial: AttentionTrial, identity: _Identity, mean: float, limit: float, columns: int
 ) -> Finding:
     """Return a finding about the mean square over all sums."""
     return Finding(
-        guarantee="identities",
+        guarantee=IDENTITIES,
         claim=f"breaks {identity.claim}: the mean square of error/spread is too large",
         subject=trial.subject.name,
         output=identity.output,

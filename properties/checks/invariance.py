@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fa_verify.oracles.bounds import error_model
+from fa_verify.oracles.guarantee import G8, G9, G10, G13
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import DTYPES, Problem
@@ -16,7 +17,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import accuracy, logic
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError, Trial, plan_run, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, plan_run, run_subject
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, NO_SINKS
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
@@ -38,7 +39,7 @@ OTHER_DTYPE = {"fp16": "bf16", "bf16": "fp16", "fp32": "fp64", "fp64": "fp32"}
 _CONTIGUOUS = ("bhsd", "bhsd", "bhsd", "bhsd")
 
 
-def layout(trial: Trial) -> list[Finding]:
+def layout(trial: AttentionTrial) -> list[Finding]:
     """G8: inputs with any strides, different for each tensor, give the same as contiguous copies.
 
     A dout with stride 0 in every axis, as in ``out.sum().backward()``, gives the same as a
@@ -49,7 +50,7 @@ def layout(trial: Trial) -> list[Finding]:
     findings: list[Finding] = []
     if declared is None or "bhsd" in declared:
         again = run_subject(trial.subject, problem, make(problem, layouts=_CONTIGUOUS))
-        findings = agree(trial, again, "G8 layout", "depends on the strides of its inputs")
+        findings = agree(trial, again, G8, "depends on the strides of its inputs")
     summable = trial.subject.backward and (declared is None or {"bhsd", "expanded"} <= {*declared})
     if findings or not summable or 0 in inputs.dout.shape:
         return findings
@@ -61,14 +62,14 @@ def layout(trial: Trial) -> list[Finding]:
         trial.subject, problem, inputs._replace(dout=ones[:1, :1, :1, :1].expand(ones.shape))
     )
     claim = "differs between out.sum().backward() and a contiguous dout of ones"
-    return agree(full, summed, "G8 layout", claim)
+    return agree(full, summed, G8, claim)
 
 
-def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
+def _judged(trial: AttentionTrial, inputs: Inputs) -> AttentionTrial | None:
     """Return the trial with other inputs and what ``agree`` needs; None if it is out of range."""
     subject, problem = trial.subject, trial.problem
     got = run_subject(subject, problem, inputs)
-    if len(subject.promises("G8", problem.config)) == len(OUTPUTS):
+    if len(subject.promises(G8, problem.config)) == len(OUTPUTS):
         return dataclasses.replace(trial, inputs=inputs, got=got)
     scores: Any = {"mask": problem.mask, "sm_scale": problem.scale, "softcap": problem.softcap}
     judgement = error_model.judge(
@@ -80,7 +81,7 @@ def _judged(trial: Trial, inputs: Inputs) -> Trial | None:
     return dataclasses.replace(trial, inputs=inputs, got=got, want=want, judgement=judgement)
 
 
-def independence(trial: Trial) -> list[Finding]:
+def independence(trial: AttentionTrial) -> list[Finding]:
     """G9: one batch entry and one key/value head with its group give the same result alone.
 
     The seed chooses one such slice. It is computed alone, on views of the same tensors, and
@@ -89,7 +90,7 @@ def independence(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     if problem.B == 0 or problem.B * problem.Hk == 1:
-        trial.not_applicable("G9", "to one batch entry and one key/value head")
+        trial.not_applicable(G9.key, "to one batch entry and one key/value head")
         return []
     b, group = problem.seed % problem.B, problem.seed // problem.B % problem.Hk
     heads = slice(group * problem.G, (group + 1) * problem.G)
@@ -112,31 +113,31 @@ def independence(trial: Trial) -> list[Finding]:
         part = run_subject(trial.subject, alone, inputs)
     except NotImplementedError as refusal:  # for example, too few heads for the subject
         why = f"to {trial.subject.name}, which refuses one batch entry and head alone: {refusal}"
-        trial.not_applicable("G9", why)
+        trial.not_applicable(G9.key, why)
         return []
-    trial.applies("G9")
+    trial.applies(G9.key)
     whole = Outputs(*(None if x is None else x.clone() for x in trial.got))
     for name, into, piece in zip(OUTPUTS, whole, part, strict=True):
         if into is not None and piece is not None:
             into[of_keys if name in ("dk", "dv") else of_rows] = piece
     claim = f"computed for b={b}, key/value head {group} alone differs from the whole result"
-    return agree(trial, whole, "G9 independence", claim)
+    return agree(trial, whole, G9, claim)
 
 
-def repeatable(trial: Trial) -> list[Finding]:
+def repeatable(trial: AttentionTrial) -> list[Finding]:
     """G10: repeated runs on the same inputs give bitwise equal results."""
     for _ in range(_REPEATS):
         try:
             again = run_subject(trial.subject, trial.problem, trial.inputs)
         except NotImplementedError as refusal:
             raise SubjectError(f"NotImplementedError in a second run: {refusal}") from refusal
-        findings = agree(trial, again, "G10 repeatable", "differs from run to run")
+        findings = agree(trial, again, G10, "differs from run to run")
         if findings:
             return findings
     return []
 
 
-def state(trial: Trial) -> list[Finding]:
+def state(trial: AttentionTrial) -> list[Finding]:
     """G13: a call gives the same result after calls with other arguments.
 
     Each of the other calls differs from the problem in one property: values, a length, heads,
@@ -152,13 +153,13 @@ def state(trial: Trial) -> list[Finding]:
         trial.applies(_part(trial.problem, neighbour))
         again = run_subject(trial.subject, trial.problem, trial.inputs)
         changed = _difference(trial.problem, neighbour)
-        findings = agree(trial, again, "G13 state", f"differs after a call with {changed}")
+        findings = agree(trial, again, G13, f"differs after a call with {changed}")
         if findings:
             return findings
     return []
 
 
-def sequence(trial: Trial) -> list[Finding]:
+def sequence(trial: AttentionTrial) -> list[Finding]:
     """G13: a call is right after one that differs from it in one argument, whichever it is.
 
     A call errs itself if it takes what an earlier one left behind, and ``state`` judges only the
@@ -178,14 +179,14 @@ def sequence(trial: Trial) -> list[Finding]:
         changed = _difference(problem, other)
         findings = [
             dataclasses.replace(
-                found, guarantee="G13 state", problem=problem, called=other,
+                found, guarantee=G13, problem=problem, called=other,
                 claim=f"{found.claim} in a call with {changed}, which follows one without",
             )
             for found in accuracy(called) or logic(called)
         ]  # fmt: skip
         # The next call follows one of the problem again.
         again = run_subject(subject, problem, trial.inputs)
-        findings += agree(trial, again, "G13 state", f"differs after a call with {changed}")
+        findings += agree(trial, again, G13, f"differs after a call with {changed}")
         if findings:
             return findings
     return []
@@ -294,7 +295,7 @@ def _other_columns(D: int) -> int:
     return D - 1 if D % 8 == 7 else (D - 1 ^ 1) + 1
 
 
-def _refused(trial: Trial, other: Problem, refusal: str) -> None:
+def _refused(trial: AttentionTrial, other: Problem, refusal: str) -> None:
     """Note that the subject refuses another call, so that none can follow it."""
     why = f"to {trial.subject.name}, which refuses it: {refusal}"
     trial.not_applicable(_part(trial.problem, other), why)

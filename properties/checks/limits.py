@@ -14,11 +14,12 @@ import torch
 from fa_verify.oracles.bounds.replay import Format, stored_format
 from fa_verify.oracles.bounds.spread import DEVIATIONS, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
+from fa_verify.oracles.guarantee import LIMIT
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
 from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
@@ -40,6 +41,7 @@ TILE = 64  # rows or keys of a tile
 _U = 2.0**-24  # unit roundoff of float32
 # Outputs whose rows share no source of errors.
 _ALONE = ("out", "dq")
+_OF_SUMS = f"{LIMIT.key} of sums"
 _MEANING = "the errors are weighted by the true values"
 _MEAN = "the mean error of lse"
 _OUTSIDE = "leaves the limit of independent roundings{}"
@@ -93,7 +95,7 @@ def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bo
     return returns and numerics.backward_reads == ("out", "lse") and not apart
 
 
-def spreads_of(trial: Trial) -> dict[str, Spread]:
+def spreads_of(trial: AttentionTrial) -> dict[str, Spread]:
     """Return the errors of the outputs that are judged; empty if none is.
 
     The gradients are judged if the backward reads out and lse as they were returned, and the
@@ -119,7 +121,7 @@ def _weight(want: torch.Tensor) -> torch.Tensor:
     return want.masked_fill(want.abs() < 2.0**-126, 0.0)
 
 
-def limits(trial: Trial) -> list[Finding]:
+def limits(trial: AttentionTrial) -> list[Finding]:
     """No element, and no sum over a row, a tile or an output, errs by more than its roundings do.
 
     A sum weights the errors by the true values. Divided by the sum of their squares, it is the
@@ -128,12 +130,12 @@ def limits(trial: Trial) -> list[Finding]:
     return outside(trial, spreads_of(trial))
 
 
-def outside(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+def outside(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
     """Return the findings of ``limits``, given the spreads of the outputs to judge."""
     return _elements(trial, spreads) + _sums(trial, spreads)
 
 
-def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+def _elements(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check every element."""
     judged = []
     for name, spread in spreads.items():
@@ -153,7 +155,7 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
             ratio = ratios(got, value, limit)
             findings.append(
                 Finding.at(
-                    ratio > 1, ratio, guarantee="limit of elements",
+                    ratio > 1, ratio, guarantee=LIMIT,
                     claim=_OUTSIDE.format(_given(name)), subject=trial.subject,
                     problem=trial.problem, output=name, got=got, want=value, bound=limit,
                 )
@@ -161,12 +163,12 @@ def _elements(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     return findings
 
 
-def _stored(trial: Trial, name: str) -> Format | None:
+def _stored(trial: AttentionTrial, name: str) -> Format | None:
     """Return the 16-bit format of an output; None if it is float32."""
     return None if name == "lse" else stored_format(trial.problem.dtype)
 
 
-def _got(trial: Trial, name: str) -> torch.Tensor:
+def _got(trial: AttentionTrial, name: str) -> torch.Tensor:
     """Return an output; lse with a last axis, and 0 in rows without a visible key."""
     got: torch.Tensor = getattr(trial.got, name)
     if name != "lse":
@@ -174,7 +176,7 @@ def _got(trial: Trial, name: str) -> torch.Tensor:
     return torch.where(trial.want.lse == -torch.inf, 0.0, got).unsqueeze(3)
 
 
-def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
+def _sums(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
     """Check the sums; one finding for each output."""
     if not spreads:
         return []
@@ -193,7 +195,7 @@ def _sums(trial: Trial, spreads: dict[str, Spread]) -> list[Finding]:
     return findings
 
 
-def _mean_square(trial: Trial, name: str, samples: int, squares: float) -> list[Finding]:
+def _mean_square(trial: AttentionTrial, name: str, samples: int, squares: float) -> list[Finding]:
     """Check the mean square of the rows' factors, in units of their standard deviations.
 
     Faults that enlarge some rows and shrink others move no other sum.
@@ -205,7 +207,7 @@ def _mean_square(trial: Trial, name: str, samples: int, squares: float) -> list[
         return []
     claim = f"has rows that are too large and rows that are too small{_given(name)}"
     return [Finding(
-        guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
+        guarantee=_OF_SUMS, claim=claim, subject=trial.subject.name, output=name,
         where=f"mean over {samples} rows", got=mean, want=1.0, bound=limit - 1, bad=0,
         total=samples, places="the mean square of a row's factor in units of its spread",
         problem=trial.problem, unit="rows",
@@ -217,7 +219,7 @@ def _given(name: str) -> str:
 
 
 def _errors(
-    trial: Trial, name: str, spread: Spread
+    trial: AttentionTrial, name: str, spread: Spread
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the errors, the variance of the last rounding, and the largest one-sided error."""
     stored, got = _stored(trial, name), _got(trial, name).to(torch.float64)
@@ -265,7 +267,7 @@ class _Factors(NamedTuple):
         return factor, spread, systematic
 
 
-def _unit_sums(trial: Trial, name: str, spread: Spread) -> _UnitSums:
+def _unit_sums(trial: AttentionTrial, name: str, spread: Spread) -> _UnitSums:
     """Return the sums of an output; those of lse have the weight 1."""
     if name == "lse":
         want = (trial.want.lse != -torch.inf).double().unsqueeze(3)
@@ -327,7 +329,7 @@ def _limits(
     return limit, ~(factor.abs() <= limit)
 
 
-def _worst(trial: Trial, name: str, unit: str, factors: _Factors) -> Finding | None:
+def _worst(trial: AttentionTrial, name: str, unit: str, factors: _Factors) -> Finding | None:
     """Return a finding at the factor of a kind of units that is furthest beyond its limit."""
     factor, spread, systematic = factors.of(unit)
     limit, bad = _limits(factor, spread, systematic)
@@ -348,7 +350,7 @@ def _worst(trial: Trial, name: str, unit: str, factors: _Factors) -> Finding | N
     by, want, meaning = ("a factor", 1.0, _MEANING) if name != "lse" else ("a constant", 0.0, _MEAN)
     claim = f"is too {'large' if size > 0 else 'small'} by {by}{_given(name)}"
     return Finding(
-        guarantee="limit of sums", claim=claim, subject=trial.subject.name, output=name,
+        guarantee=_OF_SUMS, claim=claim, subject=trial.subject.name, output=name,
         where=where, got=want + size, want=want, bound=float(limit[at]), bad=int(bad.sum()),
         total=bad.numel(), places=meaning,
         problem=trial.problem, unit=units,

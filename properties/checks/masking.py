@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from fa_verify.oracles import stream
+from fa_verify.oracles.guarantee import G3, G4, G5
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.families import length_tensors
 from fa_verify.properties.inputs.tensors import make
 
 __all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
 
 
-def empty_rows(trial: Trial) -> list[Finding]:
+def empty_rows(trial: AttentionTrial) -> list[Finding]:
     """G3: rows without a visible key have out = 0, lse = -inf, dq = 0 and add nothing to dk, dv.
 
     Their dout and dlse are ignored: a second run with NaN there must agree everywhere. A row that
@@ -30,22 +31,20 @@ def empty_rows(trial: Trial) -> list[Finding]:
         if got is not None and name in OF_ROWS:
             rows = blind if name == "lse" else empty.unsqueeze(3)
             claim = "is not exact on a row without a visible key"
-            findings += exact(trial, name, got, want.to(got.dtype), rows, "G3 empty rows", claim)
+            findings += exact(trial, name, got, want.to(got.dtype), rows, G3, claim)
     if not blind.any():
-        trial.not_applicable("G3", "where every row sees a key")
+        trial.not_applicable(G3.key, "where every row sees a key")
         return findings
-    trial.applies("G3")
+    trial.applies(G3.key)
     inputs = trial.inputs
     poisoned = inputs._replace(dout=torch.where(blind.unsqueeze(3), torch.nan, inputs.dout))
     if inputs.dlse is not None:
         poisoned = poisoned._replace(dlse=torch.where(blind, torch.nan, inputs.dlse))
     again = run_subject(trial.subject, problem, poisoned)
-    return findings + agree(
-        trial, again, "G3 empty rows", "depends on dout of a row without a visible key"
-    )
+    return findings + agree(trial, again, G3, "depends on dout of a row without a visible key")
 
 
-def dirty_padding(trial: Trial) -> list[Finding]:
+def dirty_padding(trial: AttentionTrial) -> list[Finding]:
     """G4: values in padding do not affect other elements, and their gradients are exactly 0."""
     problem = trial.problem
     rows, keys = length_tensors(problem)
@@ -58,16 +57,16 @@ def dirty_padding(trial: Trial) -> list[Finding]:
         padding = row_padding if name in OF_ROWS else key_padding
         padding = padding if name == "lse" else padding.unsqueeze(3)
         claim = "is not exact on padding"
-        findings += exact(trial, name, got, want.to(got.dtype), padding, "G4 dirty padding", claim)
+        findings += exact(trial, name, got, want.to(got.dtype), padding, G4, claim)
     if row_padding.any() or key_padding.any():
-        trial.applies("G4")
+        trial.applies(G4.key)
     else:
-        trial.not_applicable("G4", "without padding")
+        trial.not_applicable(G4.key, "without padding")
     clean = run_subject(trial.subject, problem, make(problem, dirty="zero"))
-    return findings + agree(trial, clean, "G4 dirty padding", "depends on values in padding")
+    return findings + agree(trial, clean, G4, "depends on values in padding")
 
 
-def hidden_positions(trial: Trial) -> list[Finding]:
+def hidden_positions(trial: AttentionTrial) -> list[Finding]:
     """G5: a hidden pair affects neither the results of its row nor those of its key.
 
     One key of each batch entry is replaced by extreme finite values: out, lse and dq of rows that
@@ -77,13 +76,13 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     """
     problem = trial.problem
     if 0 in (problem.B, problem.M, problem.N):
-        trial.not_applicable("G5", "without a query and a key")
+        trial.not_applicable(G5.key, "without a query and a key")
         return []
     seen = _seen(problem)
     if seen.all():
-        trial.not_applicable("G5", "where every row sees every key")
+        trial.not_applicable(G5.key, "where every row sees every key")
     else:
-        trial.applies("G5")
+        trial.applies(G5.key)
     key = _pick(problem, "key", seen.transpose(2, 3))
     row = _pick(problem, "row", seen)
     inputs = trial.inputs
@@ -97,11 +96,11 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
     blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
     findings = agree(
-        trial, other_keys, "G5 hidden positions", "depends on a key that the row does not see",
+        trial, other_keys, G5, "depends on a key that the row does not see",
         rows=blind_rows, only=OF_ROWS,
     )  # fmt: skip
     return findings + agree(
-        trial, other_rows, "G5 hidden positions", "depends on a row that does not see the key",
+        trial, other_rows, G5, "depends on a row that does not see the key",
         keys=blind_keys, only=OF_KEYS,
     )  # fmt: skip
 

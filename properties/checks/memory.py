@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from fa_verify.oracles.guarantee import G6, G7, G10, G12
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
 from fa_verify.properties.execution.large_memory import large_memory, spare_memory
-from fa_verify.properties.execution.trial import Trial, run_gradients, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
 
 __all__ = [
@@ -42,7 +43,7 @@ _UNIT = 64
 _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
 
 
-def full_overwrite(trial: Trial) -> list[Finding]:
+def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     """G6: every element of every output is written, and nothing outside of the outputs.
 
     Runs the problem again with every allocation filled with NaN and surrounded by guard bands. Does
@@ -56,11 +57,11 @@ def full_overwrite(trial: Trial) -> list[Finding]:
             continue
         unwritten = value.isnan() & ~want.isnan()
         claim = "is not written everywhere: elements still hold the NaN of their allocation"
-        findings += found_where(trial, name, unwritten, value, want, "G6 full overwrite", claim)
+        findings += found_where(trial, name, unwritten, value, want, G6, claim)
     return findings + [_overrun(trial, again, found) for found in guards.overruns()]
 
 
-def gradient_sets(trial: Trial) -> list[Finding]:
+def gradient_sets(trial: AttentionTrial) -> list[Finding]:
     """G6: any set of the gradients is what all of them together are, and is written in bounds.
 
     The gradients of a bias and of sinks are among them. Gradients that are promised in every run
@@ -71,7 +72,7 @@ def gradient_sets(trial: Trial) -> list[Finding]:
         return []
     others = [f"d{name}" for name in ("bias", "sinks") if getattr(inputs, name) is not None]
     names = ["dq", "dk", "dv", *others]
-    promised = bool(subject.promises("G10", problem.config))
+    promised = bool(subject.promises(G10, problem.config))
     together = run_gradients(subject, problem, inputs, names)
     sets = [x for size in range(1, len(names)) for x in itertools.combinations(names, size)]
     for wanted in sets:
@@ -79,20 +80,22 @@ def gradient_sets(trial: Trial) -> list[Finding]:
             found = run_gradients(subject, problem, inputs, wanted)
         got = Outputs(None, None, *(found.get(name) for name in names[:3]))
         claim = f"differs between a backward of {', '.join(wanted)} alone and one of all gradients"
-        findings = agree(trial, got, "G10 repeatable", claim)
+        findings = agree(trial, got, G10, claim)
         for name in set(others) & {*wanted} if promised else ():
             one, all_of_them = found[name], together[name]
             if name == "dsinks":
                 one, all_of_them = (x.view(1, -1, 1) for x in (one, all_of_them))
             bad = ~same_bits(one, all_of_them)
-            findings += found_where(trial, name, bad, one, all_of_them, "G10 repeatable", claim)
+            findings += found_where(trial, name, bad, one, all_of_them, G10, claim)
         findings += [_overrun(trial, got, run) for run in guards.overruns()]
         if findings:
-            return [dataclasses.replace(x, guarantee="G6 full overwrite") for x in findings]
+            return [dataclasses.replace(x, guarantee=G6) for x in findings]
     return []
 
 
-def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun) -> Finding:
+def _overrun(
+    trial: AttentionTrial, outputs: Outputs[torch.Tensor | None], found: Overrun
+) -> Finding:
     """Return a finding for a write to a guard band."""
     storage = found.tensor.untyped_storage().data_ptr()
     names = [
@@ -102,7 +105,7 @@ def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun
     ]
     shape = tuple(found.tensor.shape)
     return Finding(
-        guarantee="G6 full overwrite",
+        guarantee=G6,
         claim="is written outside its elements",
         subject=trial.subject.name,
         output=names[0] if names else f"scratch of shape {shape}",
@@ -117,7 +120,7 @@ def _overrun(trial: Trial, outputs: Outputs[torch.Tensor | None], found: Overrun
     )
 
 
-def reads_in_bounds(trial: Trial) -> list[Finding]:
+def reads_in_bounds(trial: AttentionTrial) -> list[Finding]:
     """G7: memory outside of the tensors' elements does not affect the results.
 
     Runs the problem again with the same strides, but with the largest finite values instead of NaN
@@ -126,12 +129,10 @@ def reads_in_bounds(trial: Trial) -> list[Finding]:
     problem = trial.problem
     largest = torch.finfo(trial.inputs.q.dtype).max
     again = run_subject(trial.subject, problem, make(problem, around=largest))
-    return agree(
-        trial, again, "G7 reads in bounds", "depends on memory outside of its inputs' elements"
-    )
+    return agree(trial, again, G7, "depends on memory outside of its inputs' elements")
 
 
-def far_offsets(trial: Trial) -> list[Finding]:
+def far_offsets(trial: AttentionTrial) -> list[Finding]:
     """G12: elements that lie 2**31 elements or more apart are addressed correctly.
 
     Each tensor has one axis, chosen by the seed, along which its elements lie that far apart, in
@@ -164,7 +165,7 @@ def far_offsets(trial: Trial) -> list[Finding]:
     del inputs, arena, moved
     if problem.device == "cuda":
         torch.cuda.empty_cache()
-    return agree(trial, again, "G12 range", "is wrong where offsets pass 2**31 elements")
+    return agree(trial, again, G12, "is wrong where offsets pass 2**31 elements")
 
 
 class _Place(NamedTuple):

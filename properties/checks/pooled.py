@@ -12,12 +12,13 @@ import math
 import torch
 
 from fa_verify.oracles.bounds.pooled import pooled_bound
+from fa_verify.oracles.guarantee import G1, G4, G5, G6, G7, G8, G9, G10, T3
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
 from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.trial import Trial, run_pooled
+from fa_verify.properties.execution.trial import AttentionTrial, run_pooled
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
@@ -53,7 +54,7 @@ def _pool(problem: Problem) -> str:
     return POOLS[problem.all_seeds[0] % len(POOLS)]
 
 
-def _run(trial: Trial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
+def _run(trial: AttentionTrial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
     """Return the subject's pooled probabilities for the trial's inputs or for others."""
     size = pool_size(trial.subject, trial.problem)
     given = trial.inputs if inputs is None else inputs
@@ -62,7 +63,7 @@ def _run(trial: Trial, pool: str, inputs: Inputs | None = None) -> torch.Tensor:
         return run_pooled(trial.subject, trial.problem, given, pool, size)
 
 
-def _want(trial: Trial, pool: str) -> torch.Tensor:
+def _want(trial: AttentionTrial, pool: str) -> torch.Tensor:
     """Return the oracle's pooled probabilities."""
     problem = trial.problem
     return pooled_probabilities(
@@ -71,7 +72,7 @@ def _want(trial: Trial, pool: str) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _bound(trial: Trial, pool: str) -> torch.Tensor:
+def _bound(trial: AttentionTrial, pool: str) -> torch.Tensor:
     """Return the error bound of the pooled probabilities."""
     problem = trial.problem
     return pooled_bound(
@@ -81,22 +82,22 @@ def _bound(trial: Trial, pool: str) -> torch.Tensor:
     )  # fmt: skip
 
 
-def accuracy(trial: Trial) -> list[Finding]:
+def accuracy(trial: AttentionTrial) -> list[Finding]:
     """G1: every pooled probability lies within the derived bound around the float64 oracle.
 
     Without a visible pair the bound is 0, so the result must be exact.
     """
-    return _near(trial, "G1 accuracy", "leaves the derived bound", None)
+    return _near(trial, G1, "leaves the derived bound", None)
 
 
-def logic(trial: Trial) -> list[Finding]:
+def logic(trial: AttentionTrial) -> list[Finding]:
     """T3: in float64, every pooled probability is within 1e-12 of its value, if |s| <= 100."""
     if trial.problem.dtype != "fp64" or trial.judgement.max_score > LOGIC_SCORE:
         return []
-    return _near(trial, "T3 logic in float64", "differs by more than rounding", LOGIC_SHARE)
+    return _near(trial, T3, "differs by more than rounding", LOGIC_SHARE)
 
 
-def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list[Finding]:
+def _near(trial: AttentionTrial, guarantee: str, claim: str, share: float | None) -> list[Finding]:
     """Return findings where the error exceeds the bound or, with ``share``, that part of the value.
 
     Raises:
@@ -117,38 +118,38 @@ def _near(trial: Trial, guarantee: str, claim: str, share: float | None) -> list
     return findings
 
 
-def dirty_padding(trial: Trial) -> list[Finding]:
+def dirty_padding(trial: AttentionTrial) -> list[Finding]:
     """G4: values in padding do not affect the result."""
     return _again(
-        trial, make(trial.problem, dirty="zero"), "G4 dirty padding",
+        trial, make(trial.problem, dirty="zero"), G4,
         "depends on values in padding",
     )  # fmt: skip
 
 
-def layout(trial: Trial) -> list[Finding]:
+def layout(trial: AttentionTrial) -> list[Finding]:
     """G8: inputs with any strides give the same as contiguous copies."""
     declared = trial.subject.layouts
     if declared is not None and "bhsd" not in declared:
         return []
     contiguous = make(trial.problem, layouts=_CONTIGUOUS)
-    return _again(trial, contiguous, "G8 layout", "depends on the strides of its inputs")
+    return _again(trial, contiguous, G8, "depends on the strides of its inputs")
 
 
-def reads_in_bounds(trial: Trial) -> list[Finding]:
+def reads_in_bounds(trial: AttentionTrial) -> list[Finding]:
     """G7: memory around and between the rows does not affect the result."""
     largest = torch.finfo(trial.inputs.q.dtype).max
     return _again(
-        trial, make(trial.problem, around=largest), "G7 reads in bounds",
+        trial, make(trial.problem, around=largest), G7,
         "depends on memory outside of its inputs' elements",
     )  # fmt: skip
 
 
-def repeatable(trial: Trial) -> list[Finding]:
+def repeatable(trial: AttentionTrial) -> list[Finding]:
     """G10: repeated runs on the same inputs give bitwise equal results."""
-    return _again(trial, trial.inputs, "G10 repeatable", "differs from run to run")
+    return _again(trial, trial.inputs, G10, "differs from run to run")
 
 
-def hidden_positions(trial: Trial) -> list[Finding]:
+def hidden_positions(trial: AttentionTrial) -> list[Finding]:
     """G5: the values of a key do not affect blocks whose rows do not see it.
 
     One key of each batch entry is replaced by the largest finite value: the valid key that is
@@ -169,12 +170,12 @@ def hidden_positions(trial: Trial) -> list[Finding]:
     starts = range(0, problem.M, rows)
     of_blocks = torch.stack([blind[:, :, m : m + rows].all(2) for m in starts], 2).unsqueeze(3)
     return _again(
-        trial, trial.inputs._replace(k=extreme), "G5 hidden positions",
+        trial, trial.inputs._replace(k=extreme), G5,
         "depends on a key that no row of the block sees", of_blocks,
     )  # fmt: skip
 
 
-def independence(trial: Trial) -> list[Finding]:
+def independence(trial: AttentionTrial) -> list[Finding]:
     """G9: one batch entry and one key/value head with its group give the same result alone.
 
     The seed chooses the slice.
@@ -196,10 +197,10 @@ def independence(trial: Trial) -> list[Finding]:
     again = first.clone()
     again[of_rows] = part
     claim = f"computed for b={b}, key/value head {group} alone differs from the whole result"
-    return _agree(trial, pool, first, again, "G9 independence", claim)
+    return _agree(trial, pool, first, again, G9, claim)
 
 
-def full_overwrite(trial: Trial) -> list[Finding]:
+def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     """G6: every pooled probability is written, and nothing outside of the result."""
     if trial.subject.pooled is None:
         return []
@@ -208,7 +209,7 @@ def full_overwrite(trial: Trial) -> list[Finding]:
         got = run_pooled(trial.subject, trial.problem, trial.inputs, pool, size)
     claim = "is not written everywhere: elements still hold the NaN of their allocation"
     zeros = torch.zeros_like(got)
-    guarantee = "G6 full overwrite"
+    guarantee = G6
     findings = _found(trial, pool, got.isnan(), zeros, (got, zeros, zeros), guarantee, claim)
     for found in guards.overruns():
         shape = tuple(found.tensor.shape)
@@ -224,7 +225,7 @@ def full_overwrite(trial: Trial) -> list[Finding]:
 
 
 def _again(
-    trial: Trial,
+    trial: AttentionTrial,
     inputs: Inputs,
     guarantee: str,
     claim: str,
@@ -239,7 +240,7 @@ def _again(
 
 
 def _agree(
-    trial: Trial,
+    trial: AttentionTrial,
     pool: str,
     first: torch.Tensor,
     again: torch.Tensor,
@@ -256,7 +257,7 @@ def _agree(
         pool: Kind of pooling.
         first: Result for the trial's own inputs.
         again: Result of the second run.
-        guarantee: The guarantee, such as "G8 layout". Its first word is looked up in the subject's
+        guarantee: The guarantee, such as G8. Its first word is looked up in the subject's
             bitwise promises.
         claim: Description of the fault, such as "differs from run to run".
         compared: Bool that is expanded to the blocks: where they must agree; None is everywhere.
@@ -275,7 +276,7 @@ def _agree(
 
 
 def _found(
-    trial: Trial,
+    trial: AttentionTrial,
     pool: str,
     bad: torch.Tensor,
     badness: torch.Tensor,

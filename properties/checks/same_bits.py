@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fa_verify.oracles.guarantee import GUARANTEES, I6
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.parts import (
     Part,
     chunks,
@@ -28,11 +29,6 @@ from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = ["CHECKS", "difference", "parts_of", "subject_of"]
-
-_TITLES = {
-    "batch": "neighbours", "chunks": "chunks", "heads": "slices", "varlen": "forms",
-    "inference": "inference",
-}  # fmt: skip
 
 
 def parts_of(word: str, subject: Subject, problem: Problem, inputs: Inputs) -> Iterator[Part]:
@@ -111,11 +107,11 @@ def _ulps(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((places[0] - places[1]).abs().max())
 
 
-def _of(word: str) -> Callable[[Trial], list[Finding]]:
+def _of(word: str) -> Callable[[AttentionTrial], list[Finding]]:
     """Return the check of a word of ``same_bits``."""
     guarantee = SAME_BITS[word]
 
-    def check(trial: Trial) -> list[Finding]:
+    def check(trial: AttentionTrial) -> list[Finding]:
         """Hold the parts of a problem to the bits of the whole; see ``parts_of``."""
         subject, problem = trial.subject, trial.problem
         promised = subject.promises(guarantee, problem.config)
@@ -134,7 +130,7 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
             again, rows, keys = merged(trial.got, part, got)
             told = difference(trial.got, again, tuple(x for x in part.outputs if x in promised))
             findings = agree(
-                trial, again, f"{guarantee} {_TITLES[word]}",
+                trial, again, GUARANTEES[guarantee],
                 f"has other bits for {part.told} than in the whole: {told}",
                 rows=rows, keys=keys, only=part.outputs,
             )  # fmt: skip
@@ -147,24 +143,24 @@ def _of(word: str) -> Callable[[Trial], list[Finding]]:
     return check
 
 
-def inference(trial: Trial) -> list[Finding]:
+def inference(trial: AttentionTrial) -> list[Finding]:
     """I6: the forward without gradients gives what the forward of training gives.
 
     To the bit where it is promised, else both lie within the bound.
     """
     subject = trial.subject
     if not subject.backward:
-        trial.not_applicable("I6", f"to {subject.name}, which has no gradients")
+        trial.not_applicable(I6.key, f"to {subject.name}, which has no gradients")
         return []
     without = dataclasses.replace(subject, backward=False)
     again = run_subject(without, trial.problem, trial.inputs)
     told = difference(trial.got, again, ("out", "lse"))
-    trial.applies("I6")
+    trial.applies(I6.key)
     claim = f"has other bits without gradients than with them: {told}"
-    return agree(trial, again, "I6 inference", claim, only=("out", "lse"))
+    return agree(trial, again, I6, claim, only=("out", "lse"))
 
 
-CHECKS: dict[str, Callable[[Trial], list[Finding]]] = {
+CHECKS: dict[str, Callable[[AttentionTrial], list[Finding]]] = {
     **{SAME_BITS[word]: _of(word) for word in SAME_BITS if word != "inference"},
     SAME_BITS["inference"]: inference,
 }

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from fa_verify.oracles.bounds.constants import constants
+from fa_verify.oracles.guarantee import BIAS, RMS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
@@ -108,7 +109,7 @@ def mean_square_limit(samples: float) -> float:
     return SLACK * (1 + 2 * math.sqrt(RARE / samples) + 2 * RARE / samples)
 
 
-def rms(trial: Trial) -> list[Finding]:
+def rms(trial: AttentionTrial) -> list[Finding]:
     """RMS: the mean square of error / predicted spread is about 1 in out, dq, dk and dv.
 
     Only a larger value is a finding: a kernel may round less than assumed. The errors of a row are
@@ -117,7 +118,7 @@ def rms(trial: Trial) -> list[Finding]:
     return [x for errors in _errors(trial) for x in _mean_square(trial, errors)]
 
 
-def mean_squares(trial: Trial) -> dict[str, float]:
+def mean_squares(trial: AttentionTrial) -> dict[str, float]:
     """Return the mean square of error / predicted spread by output, as used by ``rms``.
 
     Returns an empty dict if ``is_valid`` is False for the problem.
@@ -125,7 +126,7 @@ def mean_squares(trial: Trial) -> dict[str, float]:
     return {errors.name: float(errors.z.square().mean()) for errors in _errors(trial)}
 
 
-def bias(trial: Trial) -> list[Finding]:
+def bias(trial: AttentionTrial) -> list[Finding]:
     """The mean of error / predicted spread, times the sign of the true value, is 0.
 
     Checks out, dq, dk and dv. A negative mean is toward zero, as with truncation. The values have
@@ -139,7 +140,7 @@ def bias(trial: Trial) -> list[Finding]:
     return [x for errors in _errors(trial) for x in _mean(trial, errors)]
 
 
-def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
+def _mean_square(trial: AttentionTrial, errors: _Errors) -> list[Finding]:
     """Check ``rms`` for one output."""
     rows = errors.z.square().mean(1)
     limit = mean_square_limit(len(rows))
@@ -147,10 +148,10 @@ def _mean_square(trial: Trial, errors: _Errors) -> list[Finding]:
     if mean <= limit:
         return []
     claim = "has larger errors than its roundings explain, by the mean square of error/spread"
-    return [_finding(trial, errors, "RMS", claim, rows, mean, 1.0, limit - 1)]
+    return [_finding(trial, errors, RMS, claim, rows, mean, 1.0, limit - 1)]
 
 
-def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
+def _mean(trial: AttentionTrial, errors: _Errors) -> list[Finding]:
     """Check ``bias`` for one output."""
     if len(errors.z) < _FEWEST_ROWS:
         return []
@@ -167,10 +168,10 @@ def _mean(trial: Trial, errors: _Errors) -> list[Finding]:
     if abs(mean) <= limit:
         return []
     claim = "has one-sided errors, by the mean of error/spread away from zero"
-    return [_finding(trial, errors, "bias", claim, rows.abs(), mean, 0.0, limit)]
+    return [_finding(trial, errors, BIAS, claim, rows.abs(), mean, 0.0, limit)]
 
 
-def _errors(trial: Trial) -> Iterator[_Errors]:
+def _errors(trial: AttentionTrial) -> Iterator[_Errors]:
     """Yield the errors of out, dq, dk and dv; none if ``is_valid`` is False."""
     problem = trial.problem
     if not is_valid(problem):
@@ -191,7 +192,7 @@ def _errors(trial: Trial) -> Iterator[_Errors]:
 
 
 def _finding(
-    trial: Trial,
+    trial: AttentionTrial,
     errors: _Errors,
     guarantee: str,
     claim: str,

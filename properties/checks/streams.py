@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import cuda
 
+from fa_verify.oracles.guarantee import G15
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.outputs import Outputs
@@ -20,7 +21,12 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError, Trial, run_subject, run_trial
+from fa_verify.properties.execution.trial import (
+    AttentionTrial,
+    SubjectError,
+    run_subject,
+    run_trial,
+)
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
@@ -53,7 +59,7 @@ _Run = Callable[[], Outputs[torch.Tensor | None]]
 _run = functools.partial(run_subject, asynchronous=True)
 
 
-def replayed(trial: Trial) -> list[Finding]:
+def replayed(trial: AttentionTrial) -> list[Finding]:
     """A replay gives what a call on the same contents gives, now and after many other calls."""
     subject, problem = trial.subject, trial.problem
     if not subject.cuda_graphs or problem.seeds or "expanded" in problem.layouts:
@@ -72,15 +78,15 @@ def replayed(trial: Trial) -> list[Finding]:
             continue
         _copy(of.inputs, buffers)
         replay()
-        if findings := agree(of, found, "G15 graph", _REPLAYED):
+        if findings := agree(of, found, G15, _REPLAYED):
             return findings
     calls = _call_others(trial)
     overwrite_free_memory()
     replay()
-    return agree(trial, found, "G15 graph", f"{_REPLAYED} after {calls} others")
+    return agree(trial, found, G15, f"{_REPLAYED} after {calls} others")
 
 
-def first_captured(trial: Trial) -> list[Finding]:
+def first_captured(trial: AttentionTrial) -> list[Finding]:
     """A captured call whose mask is new to its configuration works, or raises and leaves no trace.
 
     Calls with fewer rows come first, so that all kernels are compiled.
@@ -105,10 +111,10 @@ def first_captured(trial: Trial) -> list[Finding]:
     if replay is None:
         return []
     replay()
-    return agree(after, found, "G15 graph", _REPLAYED)
+    return agree(after, found, G15, _REPLAYED)
 
 
-def on_a_side_stream(trial: Trial) -> list[Finding]:
+def on_a_side_stream(trial: AttentionTrial) -> list[Finding]:
     """A call on a side stream waits for what the stream computes before, and for nothing else."""
     subject, problem = trial.subject, trial.problem
     if "expanded" in problem.layouts:
@@ -124,10 +130,10 @@ def on_a_side_stream(trial: Trial) -> list[Finding]:
         found = _run(subject, problem, buffers)
     cuda.synchronize()
     claim = "on a side stream whose producer still runs differs from a call on the default stream"
-    return agree(trial, found, "G15 stream", claim)
+    return agree(trial, found, G15, claim)
 
 
-def on_two_streams(trial: Trial) -> list[Finding]:
+def on_two_streams(trial: AttentionTrial) -> list[Finding]:
     """Calls on two streams do not disturb each other, nor a second one what a first one left."""
     subject, problem = trial.subject, trial.problem
     other = None
@@ -147,7 +153,7 @@ def on_two_streams(trial: Trial) -> list[Finding]:
         cuda.synchronize()
         if (after := run_trial(subject, fresh)) is not None:
             claim = "on a stream that does not wait for the first call, on another, differs"
-            if findings := agree(after, founds[1], "G15 stream", claim):
+            if findings := agree(after, founds[1], G15, claim):
                 return findings
     for _ in range(_ROUNDS):
         founds = []
@@ -156,14 +162,12 @@ def on_two_streams(trial: Trial) -> list[Finding]:
                 founds.append(_run(subject, of.problem, of.inputs))
         cuda.synchronize()
         for of, found in zip(both, founds, strict=True):
-            if findings := agree(
-                of, found, "G15 stream", "beside a call on another stream differs"
-            ):
+            if findings := agree(of, found, G15, "beside a call on another stream differs"):
                 return findings
     return []
 
 
-def beside_other_kernels(trial: Trial) -> list[Finding]:
+def beside_other_kernels(trial: AttentionTrial) -> list[Finding]:
     """Other kernels on the multiprocessors change nothing, and no program waits for ever."""
     left = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=trial.problem.device)
     streams = [cuda.Stream() for _ in range(2)]
@@ -175,20 +179,20 @@ def beside_other_kernels(trial: Trial) -> list[Finding]:
                     left @ left
         found = _run(trial.subject, trial.problem, trial.inputs)
         claim = "beside kernels that compete for the multiprocessors differs"
-        if findings := agree(trial, found, "G15 stream", claim):
+        if findings := agree(trial, found, G15, claim):
             return findings
     cuda.synchronize()
     return []
 
 
-def on_another_device(trial: Trial) -> list[Finding]:
+def on_another_device(trial: AttentionTrial) -> list[Finding]:
     """A call gives the same while another GPU is current."""
     if cuda.device_count() < 2:
         return []
     here = trial.inputs.q.device.index or 0
     with cuda.device((here + 1) % cuda.device_count()):
         found = _run(trial.subject, trial.problem, trial.inputs)
-    return agree(trial, found, "G15 stream", "while another GPU is current differs")
+    return agree(trial, found, G15, "while another GPU is current differs")
 
 
 def captured(
@@ -242,7 +246,7 @@ def _in_another_config(subject: Subject, problem: Problem) -> Problem | None:
     return None
 
 
-def _call_others(trial: Trial) -> int:
+def _call_others(trial: AttentionTrial) -> int:
     """Call the forward with other lengths and masks; return the number of calls."""
     (q, _, v, *_), calls = trial.inputs, 0
     keys, values = (x.new_zeros(1, 1, _CALLS, x.shape[3]) for x in (q, v))
@@ -278,4 +282,4 @@ def _others(subject: Subject, problem: Problem) -> Iterator[Problem]:
 
 
 def _renamed(finding: Finding, claim: str) -> Finding:
-    return dataclasses.replace(finding, guarantee="G15 graph", claim=claim)
+    return dataclasses.replace(finding, guarantee=G15, claim=claim)

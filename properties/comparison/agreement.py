@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
+from fa_verify.oracles.guarantee import guarantee_of
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios, same_bits
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial, Judged, Trial
 
-__all__ = ["OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "within"]
+__all__ = [
+    "OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "outside", "same_or_inside", "within"
+]  # fmt: skip
 
 OF_ROWS = ("out", "lse", "dq")
 OF_KEYS = ("dk", "dv")
 
 
-@torch.inference_mode()
 def within(
-    trial: Trial,
+    trial: AttentionTrial,
     got: Outputs[torch.Tensor | None],
     limits: Outputs[torch.Tensor],
     guarantee: str,
@@ -35,32 +37,59 @@ def within(
         claim: See ``Finding``.
         compared: Bool, elements to compare; None compares all.
     """
-    judged = []
-    for place, name in enumerate(OUTPUTS):
-        value, want, limit = got[place], trial.want[place], limits[place]
-        if value is None:
-            continue
-        part = None if compared is None else compared[place]
-        shown = value if part is None else torch.where(part, value, want)
-        judged.append((name, value, want, limit, part, shown))
-    largest = largest_ratios([(shown, want, limit) for _, _, want, limit, _, shown in judged])
+    judged = {
+        name: Judged(value, want, limit)
+        for name, value, want, limit in zip(OUTPUTS, got, trial.want, limits, strict=True)
+        if value is not None
+    }
+    parts = {} if compared is None else dict(zip(OUTPUTS, compared, strict=True))
+    return outside(trial, judged, guarantee, claim, parts)
+
+
+@torch.inference_mode()
+def outside(
+    trial: Trial,
+    judged: Mapping[str, Judged],
+    guarantee: str,
+    claim: str,
+    compared: Mapping[str, torch.Tensor | None] | None = None,
+) -> list[Finding]:
+    """Return a finding for each output with an element outside of its bound.
+
+    Args:
+        trial: A run on the call.
+        judged: The outputs to judge, by name.
+        guarantee: See ``Finding``.
+        claim: See ``Finding``.
+        compared: Bool, elements to compare; all of an output that it lacks.
+    """
+    parts = {name: (compared or {}).get(name) for name in judged}
+    shown = {name: _shown(x, parts[name]) for name, x in judged.items()}
+    largest = largest_ratios([*shown.values()])
     return [
         Finding.at(
-            ratios(shown, want, limit) > 1,
-            ratios(value, want, limit),
+            ratios(*shown[name]) > 1,
+            ratios(*x),
             guarantee=guarantee,
             claim=claim,
             subject=trial.subject,
             problem=trial.problem,
             output=name,
-            got=value,
-            want=want,
-            bound=limit,
-            compared=part,
+            got=x.got,
+            want=x.want,
+            bound=x.bound,
+            compared=parts[name],
         )
-        for (name, value, want, limit, part, shown), (peak,) in zip(judged, largest, strict=True)
+        for (name, x), (peak,) in zip(judged.items(), largest, strict=True)
         if peak > 1
     ]
+
+
+def _shown(judged: Judged, compared: torch.Tensor | None) -> Judged:
+    """Return an output with the true values in place of the elements that are not compared."""
+    if compared is None:
+        return judged
+    return judged._replace(got=torch.where(compared, judged.got, judged.want))
 
 
 def exact(
@@ -112,7 +141,7 @@ def found_where(
 
 
 def agree(
-    trial: Trial,
+    trial: AttentionTrial,
     again: Outputs[torch.Tensor | None],
     guarantee: str,
     claim: str,
@@ -139,35 +168,50 @@ def agree(
         promised: The outputs that the subject promises bitwise; None looks up the first word of
             the guarantee.
     """
-    parts = [_part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS]
+    where = {name: _part(rows if name in OF_ROWS else keys, name) for name in OUTPUTS}
+    second = {name: x for name, x in zip(OUTPUTS, again, strict=True) if x is not None}
+    again_only = {name: x for name, x in second.items() if name in only}
+    return same_or_inside(trial, again_only, guarantee, claim, where=where, promised=promised)
+
+
+def same_or_inside(
+    trial: Trial,
+    again: Mapping[str, torch.Tensor],
+    guarantee: str,
+    claim: str,
+    *,
+    where: Mapping[str, torch.Tensor | None] | None = None,
+    promised: Collection[str] | None = None,
+) -> list[Finding]:
+    """Return findings where a second run of a call differs from the first; see ``agree``.
+
+    Args:
+        trial: The first run.
+        again: Outputs of the second run, by name. Those that the first did not return are skipped.
+        guarantee: See ``agree``.
+        claim: See ``agree``.
+        where: Bool, where the runs must agree; everywhere in an output that it lacks.
+        promised: See ``agree``.
+    """
     if promised is None:
-        promised = trial.subject.promises(guarantee.split()[0], trial.problem.config)
-    findings = []
-    either: list[torch.Tensor | None] = [None] * len(OUTPUTS)
-    for place, (name, got, second) in enumerate(zip(OUTPUTS, trial.got, again, strict=True)):
-        if got is None or second is None or name not in only:
+        promised = trial.subject.promises(guarantee_of(guarantee), trial.problem.config)
+    findings: list[Finding] = []
+    either: dict[str, Judged] = {}
+    parts: dict[str, torch.Tensor | None] = {}
+    for name, (got, want, bound) in trial.outputs.items():
+        if name not in again:
             continue
+        second, part = again[name], (where or {}).get(name)
         if name in promised:
-            part = parts[place]
-            everywhere = torch.ones((), dtype=torch.bool, device=got.device)
-            compared = everywhere if part is None else part
+            compared = torch.ones((), dtype=torch.bool, device=got.device) if part is None else part
             findings += exact(trial, name, second, got, compared, guarantee, claim)
-        else:
-            either[place], parts[place] = _outside_in_one(trial, place, second, parts[place])
-    claim = f"{claim}, and leaves the bound"
-    bound = trial.judgement.bound
-    return findings + within(trial, Outputs(*either), bound, guarantee, claim, Outputs(*parts))
-
-
-def _outside_in_one(
-    trial: Trial, place: int, second: torch.Tensor, part: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the values of the run that exceeds the bound, and where at most one of them does."""
-    first, want, bound = trial.got[place], trial.want[place], trial.judgement.bound[place]
-    assert first is not None  # a subject returns the same outputs in every run
-    was_outside = ratios(first, want, bound) > 1
-    one = ~(was_outside & (ratios(second, want, bound) > 1))
-    return torch.where(was_outside, first, second), one if part is None else one & part
+            continue
+        # The values of the run that exceeds the bound, where at most one of them does.
+        was_outside = ratios(got, want, bound) > 1
+        one = ~(was_outside & (ratios(second, want, bound) > 1))
+        either[name] = Judged(torch.where(was_outside, got, second), want, bound)
+        parts[name] = one if part is None else one & part
+    return findings + outside(trial, either, guarantee, f"{claim}, and leaves the bound", parts)
 
 
 def _part(where: torch.Tensor | None, name: str) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
 from fa_verify.properties.execution.ratios import largest_ratios, ratios
@@ -25,6 +26,8 @@ _AXES = {
     "out": "bhmd", "lse": "bhm", "dq": "bhmd", "dk": "bhnd", "dv": "bhnd", "dbias": "bhmn",
     # As (1, H, 1): it is a sum over batch entries and rows.
     "dsinks": "bhm",
+    # Parts of a merge, and pages of a cache.
+    "douts": "pbhmd", "dlses": "pbhm", "k_cache": "pnhd", "v_cache": "pnhd",
 }  # fmt: skip
 
 
@@ -50,7 +53,7 @@ class Finding:
         bad: Number of elements that violate the guarantee; 0 if none does alone.
         total: Number of elements compared.
         places: The tile of the worst element and the indices at which bad elements concentrate.
-        problem: The problem.
+        problem: The call.
         raised: The exception that the subject raised; empty if it raised none.
         kernel: Value of --fa-kernel, for the replay line.
         mask: Value of --fa-mask, for the replay line.
@@ -59,7 +62,7 @@ class Finding:
         tile: Kind of tile of the worst element, one of ``TILES``; empty if the finding is not
             about an element.
         heat: Heat map of the errors for a report; None if the finding is not about a tensor.
-        called: The problem of the call that is wrong, where it is another one than ``problem``.
+        called: The call that is wrong, where it is another one than ``problem``.
     """
 
     guarantee: str
@@ -73,7 +76,7 @@ class Finding:
     bad: int
     total: int
     places: str
-    problem: Problem
+    problem: Call
     raised: str = ""
     kernel: str = ""
     mask: str = ""
@@ -81,13 +84,14 @@ class Finding:
     unit: str = "elements"
     tile: str = ""
     heat: HeatMap | None = field(default=None, compare=False, repr=False)
-    called: Problem | None = None
+    called: Call | None = None
 
     @property
     def replay(self) -> str:
         """The command, or the call of ``verify``, that checks every guarantee on the problem."""
         if self.call:
-            problem = f"Problem.from_json({self.problem.to_json()!r})"
+            read = "Problem.from_json" if isinstance(self.problem, Problem) else "call_from_json"
+            problem = f"{read}({self.problem.to_json()!r})"
             return f"verify({self.call}, problems=[{problem}])"
         return replay_line(self.problem.to_json(), self.kernel, self.mask)
 
@@ -127,7 +131,7 @@ class Finding:
         return f"{self.bad:,} of {self.total:,} {self.unit} {are} bad ({share} %); {self.places}"
 
     @classmethod
-    def of_exception(cls, error: SubjectError, subject: Subject, problem: Problem) -> Finding:
+    def of_exception(cls, error: SubjectError, subject: Subject, problem: Call) -> Finding:
         """Return a finding for a fault that shows before outputs are compared."""
         return cls(
             guarantee=error.guarantee,
@@ -154,7 +158,7 @@ class Finding:
         guarantee: str,
         claim: str,
         subject: Subject,
-        problem: Problem,
+        problem: Call,
         output: str,
         got: torch.Tensor,
         want: torch.Tensor,
@@ -179,8 +183,10 @@ class Finding:
         flat = torch.where(bad, badness.to(torch.float64), -torch.inf).flatten()
         index = tuple(int(i) for i in torch.unravel_index(flat.argmax(), bad.shape))
         names = _AXES[output]
-        axis = names[2]
-        tile = subject.tile_of(problem)["mn".index(axis)]
+        # Merges and the pages of a cache have no tiles.
+        tile = None
+        if problem.attention is not None and names.startswith("bh"):
+            tile = _Tile.of(index, subject, problem.attention, output)
         return cls(
             guarantee=guarantee,
             claim=claim,
@@ -192,10 +198,12 @@ class Finding:
             bound=0.0 if bound is None else float(bound[index]),
             bad=int(bad.sum()),
             total=bad.numel() if compared is None else int(compared.expand_as(bad).sum()),
-            places=_places(bad, index, subject, problem, output),
+            places=_places(bad, tile, output),
             problem=problem,
-            tile=_Tile.of(index, subject, problem, output).kind,
-            heat=HeatMap.of(badness, index, axis, tile, is_ratio=bound is not None),
+            tile="" if tile is None else tile.kind,
+            heat=None
+            if tile is None
+            else HeatMap.of(badness, index, tile.axis, tile.width, is_ratio=bound is not None),
         )
 
 
@@ -266,19 +274,19 @@ class _Tile:
         return TILES[special.index(True)]
 
 
-def _places(
-    bad: torch.Tensor, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
-) -> str:
+def _places(bad: torch.Tensor, tile: _Tile | None, output: str) -> str:
     """Describe the tile of the worst element and the indices at which bad elements concentrate."""
-    tile = _Tile.of(index, subject, problem, output)
+    spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
+    narrow = ", ".join(text for text in spread if text)
+    where = f"bad only at {narrow}" if narrow else "bad along all axes"
+    if tile is None:
+        return where
     kind = [f"{tile.axis} tile {tile.number} of {tile.count} (width {tile.width})"]
     if tile.ragged:
         kind.append("the ragged tail")
     if tile.crossed:
         kind.append("crossed by the mask's edge")
-    spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
-    narrow = ", ".join(text for text in spread if text)
-    return ", ".join(kind) + (f"; bad only at {narrow}" if narrow else "; bad along all axes")
+    return f"{', '.join(kind)}; {where}"
 
 
 def _crosses_edge(problem: Problem, b: int, axis: str, start: int, stop: int) -> bool:

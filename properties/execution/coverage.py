@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import DTYPES, Problem
@@ -40,22 +41,34 @@ class Cell(NamedTuple):
     column: int
 
 
-def label_of(subject: Subject, problem: Problem) -> str:
-    """Return the dtype of a problem; "tf32" if its dots run in TF32."""
-    is_tf32 = problem.dtype == "fp32" and subject.numerics_of(problem).dots == "tf32"
+def label_of(subject: Subject, problem: Call) -> str:
+    """Return the dtype of a call; "tf32" if its dots run in TF32."""
+    attention = problem.attention
+    is_tf32 = (
+        attention is not None
+        and problem.dtype == "fp32"
+        and subject.numerics_of(attention).dots == "tf32"
+    )
     return "tf32" if is_tf32 else problem.dtype
 
 
-def cells_of(subject: Subject, problem: Problem) -> tuple[Cell, ...]:
-    """Return the cells that a problem counts in: one for each path that the subject declares."""
-    place = bisect_left(HEAD_DIMS[:-1], max(problem.D, problem.Dv)) * len(LENGTHS)
-    column = place + bisect_right(LENGTHS, max(problem.M, problem.N)) - 1
-    paths = subject.paths(problem) if subject.paths else ("-",)
+def cells_of(subject: Subject, problem: Call) -> tuple[Cell, ...]:
+    """Return the cells that a call counts in: one for each path that the kernel declares.
+
+    Calls of other kinds than attention count in a row of their kind.
+    """
+    place = bisect_left(HEAD_DIMS[:-1], problem.columns) * len(LENGTHS)
+    column = place + bisect_right(LENGTHS, problem.longest) - 1
+    paths: tuple[str, ...] = ("-",) if problem.kind == "attention" else (problem.kind,)
+    if isinstance(problem, Problem) and subject.paths:
+        paths = subject.paths(problem)
     return tuple(Cell(path, label_of(subject, problem), column) for path in paths)
 
 
 def possible_cells(subject: Subject, device: str) -> set[Cell]:
     """Return the cells of problems that the declarations of a subject allow."""
+    if subject.merges_alone or subject.reads_caches_alone:
+        return set()
     step, most = subject.seqlen_multiple, subject.max_seqlen or math.inf
     ends = (*LENGTHS[1:], math.inf)
     longest = {first: -(-max(first, 1) // step) * step for first in LENGTHS}

@@ -1,4 +1,4 @@
-"""Count the problems of a run: judged, out of range and refused, with the worst error/bound."""
+"""Count the calls of a run: judged, out of range and refused, with the worst error/bound."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import OUTPUTS
-from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.coverage import (
     COLUMNS,
     Cell,
@@ -66,35 +66,37 @@ class Tally:
         self.not_asked: dict[str, set[str]] = {}
 
     def judged(
-        self, subject: Subject, problem: Problem, peaks: Mapping[str, float], limited: int = 0
+        self, subject: Subject, problem: Call, peaks: Mapping[str, float], limited: int = 0
     ) -> None:
-        """Add a judged problem with the worst error/bound of each output.
+        """Add a judged call with the worst error/bound of each output.
 
         ``limited`` is the number of elements that limits of independent roundings judge.
         """
         label = label_of(subject, problem)
-        block_m, block_n = subject.tile_of(problem)
-        several = problem.M > block_m and problem.N > block_n and problem.B > 0
+        attention, several = problem.attention, False
+        if attention is not None:
+            block_m, block_n = subject.tile_of(attention)
+            several = attention.M > block_m and attention.N > block_n and attention.B > 0
         text = problem.to_json()
         digest = _digest(text)
         self.problems[digest] = (label, several)
         self.cells[digest] = cells_of(subject, problem)
         self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
-        self.elements[digest] = (problem.inputs, sum(problem.elements[x] for x in peaks), limited)
+        self.elements[digest] = (problem.family, sum(problem.elements[x] for x in peaks), limited)
         for name, peak in peaks.items():
             self._keep(f"{name} {label}", peak, text)
-        for what in _not_asked(subject):
+        for what in _not_asked(subject) if problem.kind == "attention" else ():
             self.not_asked.setdefault(what, set()).add(digest)
 
-    def sampled(self, subject: Subject, problem: Problem) -> None:
+    def sampled(self, subject: Subject, problem: Call) -> None:
         """Add a problem of which some rows are judged: it counts in the coverage alone."""
         self.cells[_digest(problem.to_json())] = cells_of(subject, problem)
 
-    def rejected(self, problem: Problem) -> None:
+    def rejected(self, problem: Call) -> None:
         """Add a problem that is out of range, on which a correct kernel may fail."""
         self.out_of_range.add(_digest(problem.to_json()))
 
-    def refused(self, problem: Problem, reason: str) -> None:
+    def refused(self, problem: Call, reason: str) -> None:
         """Add a problem that the subject refused, with the reason."""
         self.unsupported.setdefault(reason, set()).add(_digest(problem.to_json()))
 
@@ -178,12 +180,13 @@ class Tally:
         labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
         yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
         yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
-        for name in OUTPUTS:
+        names = dict.fromkeys((*OUTPUTS, *(key.split()[0] for key in self.worst)))
+        for name in names:
             cells = (self.worst.get(f"{name} {label}") for label in labels)
             yield name.ljust(20) + "".join(
                 ("-" if cell is None else ratio_text(cell[0])).rjust(9) for cell in cells
             )
-        for name in OUTPUTS:
+        for name in names:
             found = [value for key, value in self.worst.items() if key.split()[0] == name]
             if found:
                 yield f"worst {name}: {max(found)[1]}"

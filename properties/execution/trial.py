@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ import torch
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.bounds.error_model import Judgement
 from fa_verify.oracles.bounds.variance import Variances, variances
+from fa_verify.oracles.guarantee import EXCEPTION, FORM, INPUTS
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
@@ -35,13 +36,16 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import advice
 
 __all__ = [
+    "AttentionTrial",
     "ChangedInputError",
     "GradientRun",
+    "Judged",
     "OutOfRangeError",
     "PlannedRun",
     "SubjectError",
     "Trial",
     "WrongFormError",
+    "faults_of_the_subject",
     "plan_in_range",
     "plan_run",
     "run_gradient",
@@ -62,54 +66,84 @@ _LIBRARIES = (
 )
 
 
+class Judged(NamedTuple):
+    """An output of a kernel beside the true values and their bound, all of one shape."""
+
+    got: torch.Tensor
+    want: torch.Tensor
+    bound: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Trial:
-    """A run of a subject with the oracle's outputs and bounds.
+    """A run of a kernel on a call of any kind, with the oracle's outputs and bounds.
 
     Args:
-        subject: The subject.
-        problem: The problem.
-        inputs: The input tensors.
-        got: The subject's outputs, detached; None for outputs that it does not return.
-        want: The outputs of the float64 oracle.
-        judgement: Bound, sums of |terms| and range of the problem.
+        subject: The kernel with its declarations.
+        problem: The call.
+        inputs: The tensors of the call, as its kind makes them.
         asked: The guarantees, or parts of them, that checks have asked for: why one is not
-            applicable to the problem, or an empty text.
+            applicable to the call, or an empty text.
     """
 
     subject: Subject
-    problem: Problem
-    inputs: Inputs
-    got: Outputs[torch.Tensor | None]
-    want: Outputs[torch.Tensor]
-    judgement: Judgement
-    asked: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    problem: Any
+    inputs: Any
+    asked: dict[str, str] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    @property
+    def outputs(self) -> Mapping[str, Judged]:
+        """The outputs that are held to a bound, by name."""
+        raise NotImplementedError
 
     def applies(self, guarantee: str) -> None:
         """Note that a guarantee, or a part of it, was checked."""
         self.asked[guarantee] = ""
 
     def not_applicable(self, guarantee: str, why: str) -> None:
-        """Note why a guarantee, or a part of it, says nothing about the problem."""
+        """Note why a guarantee, or a part of it, says nothing about the call."""
         self.asked.setdefault(guarantee, f"not applicable {why}")
 
     @cached_property
     @torch.inference_mode()
     def peaks(self) -> list[dict[str, float]]:
-        """The worst error/bound of each output, for each problem of a batched problem."""
-        found = {
-            name: (got, want, bound)
-            for name, got, want, bound in zip(
-                OUTPUTS, self.got, self.want, self.judgement.bound, strict=True
-            )
-            if got is not None
-        }
-        of_outputs = largest_ratios([*found.values()], len(self.problem.all_seeds))
-        return [dict(zip(found, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)]
+        """The worst error/bound of each output, for each call of a batch of calls."""
+        outputs, count = self.outputs, max(1, len(self.problem.seeds))
+        of_outputs = largest_ratios([*outputs.values()], count)
+        return [
+            dict(zip(outputs, numbers, strict=True)) for numbers in zip(*of_outputs, strict=True)
+        ]
 
     def inside(self, *names: str) -> bool:
         """Return whether all elements of some outputs lie within the bound."""
         return all(part.get(name, 0.0) <= 1 for part in self.peaks for name in names)
+
+
+@dataclass(frozen=True)
+class AttentionTrial(Trial):
+    """A run on a ``Problem``.
+
+    Args:
+        problem: The problem.
+        inputs: The input tensors.
+        got: The kernel's outputs, detached; None for outputs that it does not return.
+        want: The outputs of the float64 oracle.
+        judgement: Bound, sums of |terms| and range of the problem.
+    """
+
+    problem: Problem
+    inputs: Inputs
+    got: Outputs[torch.Tensor | None]
+    want: Outputs[torch.Tensor]
+    judgement: Judgement
+
+    @property
+    def outputs(self) -> Mapping[str, Judged]:
+        """The outputs that the kernel returned."""
+        judged = zip(OUTPUTS, self.got, self.want, self.judgement.bound, strict=True)
+        return {
+            name: Judged(got, want, bound) for name, got, want, bound in judged if got is not None
+        }
 
     @cached_property
     def variances(self) -> Variances:
@@ -137,13 +171,13 @@ class SubjectError(Exception):
         trial: The run without the gradients, if the fault lies in the backward of a planned run.
     """
 
-    guarantee = "exception"
+    guarantee: str = EXCEPTION
     claim = "returns no valid result; needs one, or NotImplementedError as a refusal"
 
     def __init__(self, message: str, forward: Outputs[torch.Tensor | None] | None = None) -> None:
         super().__init__(message)
         self.forward = forward
-        self.trial: Trial | None = None
+        self.trial: AttentionTrial | None = None
 
 
 class OutOfRangeError(ValueError):
@@ -153,14 +187,14 @@ class OutOfRangeError(ValueError):
 class WrongFormError(SubjectError):
     """An output has a wrong shape or dtype."""
 
-    guarantee = "form"
+    guarantee = FORM
     claim = "returns an output of a wrong shape or dtype"
 
 
 class ChangedInputError(SubjectError):
     """The subject wrote to an input."""
 
-    guarantee = "inputs"
+    guarantee = INPUTS
     claim = "changes its inputs in place; needs to leave them as they are"
 
 
@@ -221,7 +255,7 @@ def run_subject(
     if asynchronous:
         with _exceptions_of_the_subject():
             return _run(subject, problem, inputs)
-    with _faults_of_the_subject(inputs):
+    with faults_of_the_subject(inputs):
         return _run(subject, problem, inputs)
 
 
@@ -240,7 +274,7 @@ def run_gradient(subject: Subject, problem: Problem, inputs: Inputs, name: str) 
         SubjectError: The subject raises, or the gradient's shape or dtype is not its tensor's.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject(inputs):
+    with faults_of_the_subject(inputs):
         out, lse, found = _run_gradients(subject, problem, inputs, (name,))
         return GradientRun(out.detach(), None if lse is None else lse.detach(), found[name])
 
@@ -254,7 +288,7 @@ def run_gradients(
         SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
         NotImplementedError: The subject refuses the problem.
     """
-    with _faults_of_the_subject(inputs):
+    with faults_of_the_subject(inputs):
         return _run_gradients(subject, problem, inputs, wanted)[2]
 
 
@@ -279,7 +313,7 @@ def run_pooled(
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
-    with _faults_of_the_subject(inputs):
+    with faults_of_the_subject(inputs):
         with _poisoned_allocations():
             pooled = subject.run_pooled(q, k, v, problem, pool, size)
         _check_form("pooled", pooled, q, shape)
@@ -299,7 +333,7 @@ def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
         NotImplementedError: The subject refuses the call, or does not merge states.
     """
     outs, lses, dout, dlse = states
-    with _faults_of_the_subject(states):
+    with faults_of_the_subject(states):
         with _poisoned_allocations():
             leaves = [x.detach().requires_grad_(gradients) for x in (outs, lses)]
             out, lse = subject.run_states(*leaves)
@@ -334,7 +368,7 @@ def run_kvcache(
         problem, B=len(x.q), M=x.q.shape[2], N=N,
         mask=dataclasses.replace(problem.mask, seqlens_k=held),
     )  # fmt: skip
-    with _faults_of_the_subject(x.without_caches):
+    with faults_of_the_subject(x.without_caches):
         with _poisoned_allocations():
             out, lse = subject.run_kvcache(
                 x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
@@ -352,7 +386,7 @@ _MOST_COMPARED = 2**28
 
 
 @contextmanager
-def _faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
+def faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
     """Convert exceptions inside the block to SubjectError, except NotImplementedError.
 
     Raises:
@@ -543,7 +577,7 @@ class PlannedRun:
     judgement: Judgement
     want: Outputs[torch.Tensor]
 
-    def run(self, subject: Subject) -> Trial:
+    def run(self, subject: Subject) -> AttentionTrial:
         """Run a subject, whose numerics must be those that the run was planned for.
 
         Raises:
@@ -559,9 +593,9 @@ class PlannedRun:
                 raise
         return self.trial(subject, got)
 
-    def trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> Trial:
+    def trial(self, subject: Subject, got: Outputs[torch.Tensor | None]) -> AttentionTrial:
         """Return the trial of outputs that a subject has computed from the inputs."""
-        return Trial(subject, self.problem, self.inputs, got, self.want, self.judgement)
+        return AttentionTrial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 
 def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> PlannedRun:
@@ -617,7 +651,7 @@ def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
         return None
 
 
-def run_trial(subject: Subject, problem: Problem) -> Trial | None:
+def run_trial(subject: Subject, problem: Problem) -> AttentionTrial | None:
     """Plan and run a problem; return None if it is out of range.
 
     Raises:

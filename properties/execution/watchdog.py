@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.workers import sharing
 
@@ -220,7 +220,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watching(self, problem: Problem, note: str = "") -> Iterator[None]:
+    def watching(self, problem: Call, note: str = "") -> Iterator[None]:
         """Record a problem and limit its time while the block runs.
 
         The block must synchronise with the GPU before it ends, or an error is attributed to a later
@@ -236,7 +236,7 @@ class Watchdog:
             self._thread.start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         record = Record("running", problem.to_json(), test, note, time.time(), kernel=self.kernel)
-        pairs = problem.B * problem.H * problem.M * problem.N
+        pairs = problem.pairs
         pairs *= sharing(os.environ) if problem.device == "cuda" else 1
         watched = _Watched(record, threading.get_ident(), self.seconds + pairs / PAIRS)
         outer = self._watched

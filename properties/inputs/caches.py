@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.stream import uniform
 from fa_verify.properties.inputs.tensors import Inputs, make
 

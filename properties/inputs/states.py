@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.merge_problem import MergeProblem
+from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.stream import normal, uniform
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.merge_problem import (
+from fa_verify.oracles.calls.merge import (
     LSE_FAMILIES,
     OUT_FAMILIES,
     STATE_LAYOUTS,
     MergeProblem,
 )
+from fa_verify.oracles.calls.ring import RingProblem
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 
 __all__ = ["merges", "rings"]
@@ -55,18 +56,17 @@ def merges(
     return made.filter(lambda x: x.B * x.H * x.M <= _MOST_ROWS)
 
 
-def rings(
-    dtype: str, device: str, config: str
-) -> st.SearchStrategy[tuple[Problem, tuple[int, ...]]]:
-    """Returns attention problems of a dtype, and the numbers of keys of the parts of a ring.
+def rings(dtype: str, device: str, config: str) -> st.SearchStrategy[RingProblem]:
+    """Returns rings of a dtype.
 
     Parts can have no keys, and with a causal mask rows can see none of a part, or none at all.
     """
 
-    def made(lengths: tuple[int, ...], Hk: int, G: int, **fields: Any) -> Problem:
-        return Problem(
+    def made(lengths: tuple[int, ...], Hk: int, G: int, **fields: Any) -> RingProblem:
+        attention = Problem(
             H=Hk * G, Hk=Hk, N=sum(lengths), dtype=dtype, device=device, config=config, **fields
         )
+        return RingProblem(attention=attention, lengths=lengths)
 
     lengths = st.lists(st.sampled_from((1, 0, 2, 5, 16, 17)), min_size=1, max_size=4).map(tuple)
     fields = {
@@ -80,4 +80,4 @@ def rings(
         "inputs": st.sampled_from(("normal", "times8", "rising_max", "lse_low_90")),
         "seed": st.integers(0, 2**20),
     }
-    return lengths.flatmap(lambda x: st.tuples(st.builds(made, st.just(x), **fields), st.just(x)))
+    return st.builds(made, lengths, **fields)

@@ -9,12 +9,12 @@ import torch
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.properties.checks.statistics import mean_squares
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.execution.trial import AttentionTrial
 
 __all__ = ["measured"]
 
 
-def measured(trial: Trial) -> dict[str, tuple[float, float]]:
+def measured(trial: AttentionTrial) -> dict[str, tuple[float, float]]:
     """Return (largest error/bound, root mean square of errors) for each output.
 
     The root mean square is in units of the spread predicted for independent roundings, if

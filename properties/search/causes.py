@@ -10,20 +10,34 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
+from fa_verify.oracles.call import Call, changed
+from fa_verify.oracles.calls.codec import call_from_json
+from fa_verify.oracles.guarantee import (
+    BACKWARD,
+    BIAS,
+    EXCEPTION,
+    FORM,
+    IDENTITIES,
+    INPUTS,
+    LIMIT,
+    RMS,
+    guarantee_of,
+)
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, Problem
-from fa_verify.properties.checks.guarantees import Check, accuracy
+from fa_verify.properties.checks.claims import Check
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.replay_line import COMMAND, replay_line
+from fa_verify.properties.kinds.feature import Feature, is_soft
+from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.corpus import Cause
 from fa_verify.properties.search.declaring import declarations_that_fit
-from fa_verify.properties.search.features import Feature, features_of, holds, is_soft, without
-from fa_verify.properties.search.minimize import complexity, minimized
+from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
@@ -41,7 +55,7 @@ _WIDER = 4
 _NEAREST = 3
 # Causes that one failure is searched for.
 _MOST_NEW = 3
-_STATISTICS = ("RMS", "bias", "limit", "identities", "backward")
+_STATISTICS = tuple(x.key for x in (RMS, BIAS, LIMIT, IDENTITIES, BACKWARD))
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,8 @@ class RootCause:
     guarantee: str
     told: str
     replay: str
-    problem: Problem
-    passing: Problem | None
+    problem: Call
+    passing: Call | None
     declarations: tuple[str, ...] = ()
     finding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     diagnosis: dict[str, Any] | None = field(default=None, compare=False, repr=False)
@@ -102,8 +116,8 @@ class RootCause:
                 Feature(name, tuple(value) if isinstance(value, list) else value)
                 for name, value in record["features"]
             ),
-            problem=Problem.from_json(record["problem"]),
-            passing=None if passing is None else Problem.from_json(passing),
+            problem=call_from_json(record["problem"]),
+            passing=None if passing is None else call_from_json(passing),
         )
         for name in ("outputs", "dtypes", "declarations"):
             found[name] = tuple(record[name])
@@ -121,14 +135,14 @@ class RootCause:
 
     def covers(self, other: RootCause) -> bool:
         """Return whether another cause is this one, or a part of it."""
-        if not self.is_like(other.kind, other.outputs) or bool(self.features) != bool(
-            other.features
-        ):
+        if self.problem.kind != other.problem.kind or not self.is_like(other.kind, other.outputs):
+            return False
+        if bool(self.features) != bool(other.features):
             return False
         theirs = {x.name: x.value for x in other.features}
         if " at " in self.kind:  # an exception of the same line
             return not self.hard or any(x.name in theirs for x in self.hard)
-        if not self.features and _first(self.guarantee) != _first(other.guarantee):
+        if not self.features and guarantee_of(self.guarantee) != guarantee_of(other.guarantee):
             return False
         return all(
             x.name in theirs and (x.name != "dtype" or _within(theirs[x.name], x.value))
@@ -140,13 +154,9 @@ def _within(one: object, other: object) -> bool:
     return {*one} <= {*other} if isinstance(one, tuple) and isinstance(other, tuple) else True
 
 
-def _first(guarantee: str) -> str:
-    return guarantee.partition(" ")[0]
-
-
 def _family(kind: str) -> str:
     """Return the same word for all kinds of wrong values: one fault may give several."""
-    return kind if kind.startswith("raises ") or kind in ("form", "inputs") else "values"
+    return kind if kind.startswith("raises ") or kind in (FORM, INPUTS) else "values"
 
 
 def _vanished(kind: str, other: str) -> bool:
@@ -156,9 +166,9 @@ def _vanished(kind: str, other: str) -> bool:
 
 def _kind(finding: Finding) -> str:
     """Return the kind of a finding, see ``RootCause``."""
-    first = _first(finding.guarantee)
+    first = guarantee_of(finding.guarantee)
     if finding.raised:
-        if finding.guarantee != "exception":
+        if finding.guarantee != EXCEPTION:
             return finding.guarantee
         cause = Cause.of(finding)
         return "raises " + " at ".join(filter(None, (cause.output, cause.tile)))
@@ -234,7 +244,9 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
     """
     outputs = tuple(dict.fromkeys((*cause.outputs, *part.outputs)))
     alike = {x.name for x in cause.hard} == {x.name for x in part.hard}
-    shown = min(cause, part, key=lambda x: (x.kind == "slight", complexity(x.problem)))
+    shown = min(
+        cause, part, key=lambda x: (x.kind == "slight", kind_of(x.problem).complexity(x.problem))
+    )
     shown = shown if alike else cause
     features = tuple(
         next((x.joined(y) for y in part.features if x.is_of(y)), x) for x in cause.features
@@ -283,16 +295,13 @@ class Failure:
         self.claim = claim
         self.store = store
         self.problem = findings[0].problem
+        self.kind = kind_of(self.problem)
         self._end = time.monotonic() + SECONDS
-        self._seen: dict[Problem, _Outcome] = {}
+        self._seen: dict[Call, _Outcome] = {}
         # Numbers of causes that raise in the problem, and beyond which its values are wrong.
         self._raised: list[int] = []
         # Numbers of the causes that this failure showed.
         self._tried: list[int] = []
-        called = findings[0].called
-        if called is not None and runner.findings(called, accuracy):
-            # The other call is wrong by itself.
-            self.problem, self.claim = called, accuracy
         self._of(self.problem)
         if not self._seen[self.problem].findings:  # it fails only sometimes
             outputs = tuple(dict.fromkeys(x.output for x in findings if x.output))
@@ -302,7 +311,7 @@ class Failure:
         """Return the numbers of the causes that explain the failure, at least one."""
         found = self._known(self.problem, self.store.known(), note=True)
         for _ in range(_MOST_NEW):
-            if not isinstance(found, Problem):
+            if isinstance(found, list):
                 break
             number = self.store.add(self._new(found))
             # The smallest failing problem may fail for another cause than this one.
@@ -316,13 +325,16 @@ class Failure:
         """Return whether some of the causes explain the failure."""
         return isinstance(self._known(self.problem, causes, note=True), list)
 
-    def _of(self, problem: Problem) -> _Outcome:
+    def _of(self, problem: Call) -> _Outcome:
         """Run the check on a problem, once. A problem that is excluded counts as not judged."""
         if problem not in self._seen:
-            if self.runner.subject.excludes(problem):
+            if self.kind.excludes(self.runner.subject, problem):
                 return _Outcome([], False, ())
             judged = self.runner.judged
             findings = self.runner.findings(problem, self.claim)
+            if not problem.seeds:
+                # Those of another call, which is wrong by itself, are not the problem's.
+                findings = [x for x in findings if x.problem == problem]
             outputs = dict.fromkeys(x.output.split(" of ")[0] for x in findings if x.output)
             if findings:
                 outputs |= {name: None for name, peak in self.runner.peaks.items() if peak > 1}
@@ -332,19 +344,21 @@ class Failure:
         return self._seen[problem]
 
     def _known(
-        self, problem: Problem, causes: list[RootCause], *, note: bool = False
-    ) -> list[int] | Problem:
+        self, problem: Call, causes: list[RootCause], *, note: bool = False
+    ) -> list[int] | Call:
         """Return the known causes of a failing problem; else a failing problem without them."""
         outcome = self._of(problem)
         left = None
         for cause in causes:
-            if not cause.is_like(outcome.kind, outcome.outputs):
+            if cause.problem.kind != problem.kind or not cause.is_like(
+                outcome.kind, outcome.outputs
+            ):
                 continue
             if not cause.features:
                 if self._fails_plainly(cause, problem):
                     return [cause.number]
                 continue
-            features = [x for x in cause.features if holds(x, problem)]
+            features = [x for x in cause.features if self.kind.holds(x, problem)]
             if not {*cause.hard} <= {*features}:
                 continue
             for beside in self._beside(problem, cause.hard):
@@ -362,33 +376,35 @@ class Failure:
             return problem
         return self._known(*left, note=note)
 
-    def _fails_plainly(self, cause: RootCause, problem: Problem) -> bool:
+    def _fails_plainly(self, cause: RootCause, problem: Call) -> bool:
         """Return whether the smallest problem of a cause fails the check in another's dtype."""
-        plain = dataclasses.replace(cause.problem, dtype=problem.dtype, config=problem.config)
+        plain = _in_dtype(cause.problem, problem.dtype, problem.config)
         outcome = self._of(plain)
         return bool(outcome.findings) and cause.is_like(outcome.kind, outcome.outputs)
 
-    def _beside(self, problem: Problem, features: Iterable[Feature]) -> Iterator[Problem]:
+    def _beside(self, problem: Call, features: Iterable[Feature]) -> Iterator[Call]:
         """Yield problems that each lack one of the features, those that can be judged."""
         for feature in features:
             judged = (x for x in self._without(feature, problem) if self._of(x).judged)
             yield from islice(judged, _NEAREST)
 
-    def _without(self, feature: Feature, problem: Problem) -> Iterator[Problem]:
-        return without(feature, problem, self.runner.subject.configs)
+    def _without(self, feature: Feature, problem: Call) -> Iterator[Call]:
+        yield from self.kind.without(feature, problem, self.runner.subject.configs)
 
     def _note(
-        self, cause: RootCause, features: list[Feature], problem: Problem, outcome: _Outcome
+        self, cause: RootCause, features: list[Feature], problem: Call, outcome: _Outcome
     ) -> None:
         """Add to a cause what one more of its failures shows."""
         # Another process may have changed it meanwhile.
         cause = next((x for x in self.store.known() if x.number == cause.number), cause)
         outputs = tuple(dict.fromkeys((*cause.outputs, *outcome.outputs)))
-        of_both = tuple(x.joined(y) for x in features for y in features_of(problem) if x.is_of(y))
+        of_both = tuple(
+            x.joined(y) for x in features for y in self.kind.features(problem) if x.is_of(y)
+        )
         if (outputs, of_both) != (cause.outputs, cause.features):
             self.store.replace(dataclasses.replace(cause, outputs=outputs, features=of_both))
 
-    def _unexplained(self, problem: Problem) -> list[Finding]:
+    def _unexplained(self, problem: Call) -> list[Finding]:
         """Return the findings of a problem, unless known causes explain them.
 
         A problem that fails without the features of a cause too counts as explained: its other
@@ -401,7 +417,7 @@ class Failure:
             return []
         return findings
 
-    def _new(self, problem: Problem) -> RootCause:
+    def _new(self, problem: Call) -> RootCause:
         """Minimise a failing problem that no known cause explains, and find its features."""
         self._causes = self.store.known()
         subject = self.runner.subject
@@ -414,8 +430,8 @@ class Failure:
         smallest = found[0].problem
         outcome = self._of(smallest) if smallest in self._seen else before
         needed: list[Feature] = []
-        passing: list[tuple[bool, Problem]] = []
-        for feature in features_of(smallest):
+        passing: list[tuple[bool, Call]] = []
+        for feature in self.kind.features(smallest):
             if feature.name == "dtype":
                 continue
             if time.monotonic() > self._end:
@@ -433,7 +449,7 @@ class Failure:
         others = [x for x in _dtypes_of(subject) if x not in dtypes and self._judges(smallest, x)]
         if others:
             needed.append(Feature("dtype", dtypes))
-            nearest = nearest or dataclasses.replace(smallest, dtype=others[0])
+            nearest = nearest or _in_dtype(smallest, others[0])
         shown = found[0]
         return RootCause(
             number=0,
@@ -460,16 +476,17 @@ class Failure:
 
     def _heat(self, finding: Finding) -> dict[str, Any] | None:
         """Return the heat map of a larger problem that fails alike, else of the smallest one."""
-        problem = finding.problem
-        grown = {name: getattr(problem, name) + _GROWN for name in ("M", "N")}
-        larger = self._unexplained(dataclasses.replace(problem, **grown))
+        problem, larger = finding.problem, []
+        if isinstance(problem, Problem):
+            grown = {name: getattr(problem, name) + _GROWN for name in ("M", "N")}
+            larger = self._unexplained(dataclasses.replace(problem, **grown))
         like = (x for x in larger if x.output == finding.output and x.heat is not None)
         found = next(like, finding).heat
         return None if found is None else found.record()
 
     def _needs(
-        self, feature: Feature, problem: Problem, kind: str, needed: list[Feature]
-    ) -> Problem | None:
+        self, feature: Feature, problem: Call, kind: str, needed: list[Feature]
+    ) -> Call | None:
         """Return a passing problem that lacks a feature and has those needed already.
 
         A problem without an exception counts as passing if the failure of this kind is one, though
@@ -478,7 +495,7 @@ class Failure:
         """
         explained = None
         for beside in self._without(feature, problem):
-            if not all(holds(x, beside) for x in needed):
+            if not all(self.kind.holds(x, beside) for x in needed):
                 continue
             outcome = self._of(beside)
             if outcome.passes:
@@ -492,7 +509,7 @@ class Failure:
         return explained
 
     def _dtypes(
-        self, problem: Problem, passing: Problem | None, needed: list[Feature], kind: str
+        self, problem: Call, passing: Call | None, needed: list[Feature], kind: str
     ) -> tuple[str, ...]:
         """Return the dtypes in which a problem fails, and the one beside it passes.
 
@@ -503,11 +520,12 @@ class Failure:
         grown = {
             size: _WIDER * getattr(problem, size)
             for size in ("M", "N")
-            if Feature(f"{size} above", getattr(problem, size) - 1) in needed
+            if isinstance(problem, Problem)
+            and Feature(f"{size} above", getattr(problem, size) - 1) in needed
         }
         pairs = [(problem, passing)]
         if grown:
-            larger = dataclasses.replace(problem, **grown)
+            larger: Call = changed(problem, **grown)
             hard = [x for x in needed if not is_soft(x)]
             beside = next(self._beside(larger, hard), None) if hard else None
             pairs.append((larger, beside))
@@ -517,16 +535,16 @@ class Failure:
             if dtype == problem.dtype or any(self._parts(*pair, dtype, kind) for pair in pairs)
         )
 
-    def _parts(self, problem: Problem, passing: Problem | None, dtype: str, kind: str) -> bool:
+    def _parts(self, problem: Call, passing: Call | None, dtype: str, kind: str) -> bool:
         """Return whether, in a dtype, one problem fails and the other passes."""
-        found = self._unexplained(dataclasses.replace(problem, dtype=dtype))
+        found = self._unexplained(_in_dtype(problem, dtype))
         if not found or _vanished(kind, _kind(found[0])):
             return False
-        return passing is None or self._of(dataclasses.replace(passing, dtype=dtype)).passes
+        return passing is None or self._of(_in_dtype(passing, dtype)).passes
 
-    def _judges(self, problem: Problem, dtype: str) -> bool:
+    def _judges(self, problem: Call, dtype: str) -> bool:
         """Return whether a problem is judged in a dtype."""
-        return self._of(dataclasses.replace(problem, dtype=dtype)).judged
+        return self._of(_in_dtype(problem, dtype)).judged
 
 
 class Beyond(Runner):
@@ -549,7 +567,7 @@ class Beyond(Runner):
         # Judges the problems beside a failing one.
         self._runner = runner
 
-    def findings(self, problem: Problem, claim: Check) -> list[Finding]:
+    def findings(self, problem: Call, claim: Check) -> list[Finding]:
         """Return the findings of a problem, unless known causes explain them."""
         if time.monotonic() > self._end:
             return []
@@ -563,39 +581,54 @@ def _dtypes_of(subject: Subject) -> tuple[str, ...]:
     return tuple(x for x in DTYPES if x in subject.dtypes)
 
 
-def _distance(problem: Problem, other: Problem) -> tuple[int, tuple[int, ...]]:
-    """Return a sort key of problems by the number of fields in which they differ from another."""
-    fields = (item.name for item in dataclasses.fields(Problem))
-    return (
-        sum(getattr(problem, name) != getattr(other, name) for name in fields),
-        complexity(problem),
-    )
+def _in_dtype(call: Call, dtype: str, config: str | None = None) -> Call:
+    """Return a call in a dtype and, where its kind has one, a tile configuration."""
+    fields = {"dtype": dtype}
+    if config is not None and call.attention is not None:
+        fields["config"] = config
+    other: Call = changed(call, **fields)
+    return other
 
 
-def difference(problem: Problem, other: Problem) -> str:
-    """Format the fields in which another problem differs, such as "N=1, no mask"."""
-    return ", ".join(_formatted(problem, other))
+def _distance(call: Call, other: Call) -> tuple[int, tuple[float, ...]]:
+    """Return a sort key of calls by the number of fields in which they differ from another."""
+    fields, others = _fields(call), _fields(other)
+    differing = sum(value != others[name] for name, value in fields.items())
+    return differing, kind_of(call).complexity(call)
 
 
-def described(problem: Problem) -> str:
+def difference(call: Call, other: Call) -> str:
+    """Format the fields in which another call differs, such as "N=1, no mask"."""
+    return ", ".join(_formatted(_fields(call), _fields(other)))
+
+
+def described(call: Call) -> str:
     """Format the lengths and the fields that are not at their defaults: "M=2 N=1 causal"."""
-    return " ".join(_formatted(dataclasses.replace(_NO_LENGTHS, device=problem.device), problem))
+    plain = {**_fields(type(call)()), "device": call.device, "mask": Mask(), **_SHOWN}
+    return " ".join(_formatted(plain, _fields(call)))
 
 
-_NO_LENGTHS = Problem(M=0, N=0, dtype="fp64")
+# Fields that are shown whatever their values are, and a value that they have not.
+_SHOWN = {"M": 0, "N": 0, "dtype": "fp64", "parts": None, "lengths": None}
 
 
-def _formatted(problem: Problem, other: Problem) -> Iterator[str]:
-    for item in dataclasses.fields(Problem):
-        value = getattr(other, item.name)
-        if value == getattr(problem, item.name):
+def _fields(call: Call) -> dict[str, object]:
+    """Return the fields of a call: those of its attention, then its own."""
+    found = {item.name: getattr(call, item.name) for item in dataclasses.fields(call)}  # type: ignore[arg-type]
+    attention = found.pop("attention", None)
+    return found if attention is None else {**_fields(attention), **found}
+
+
+def _formatted(plain: Mapping[str, object], fields: Mapping[str, object]) -> Iterator[str]:
+    for name, value in fields.items():
+        if value == plain[name]:
             continue
-        if item.name == "mask":
+        if isinstance(value, Mask):
             yield " and ".join(_parts(value)) or "no mask"
-        elif item.name == "layouts":
+        elif name == "layouts" and isinstance(value, tuple):
             yield "layouts=" + "/".join(value)
         else:
-            yield str(value) if item.name == "dtype" else f"{item.name}={value}"
+            yield str(value) if name == "dtype" else f"{name}={value}".replace(" ", "")
 
 
 def _parts(mask: Mask) -> Iterator[str]:

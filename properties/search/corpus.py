@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fa_verify.oracles.call import Call
+from fa_verify.oracles.calls.codec import call_from_record
+from fa_verify.oracles.guarantee import guarantee_of
 from fa_verify.oracles.masks.codec import UnknownMaskError
-from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.atomic_write import write_atomically
-from fa_verify.properties.search.minimize import complexity
+from fa_verify.properties.kinds.registry import kind_of
 
 __all__ = ["Cause", "CorpusEntry", "NotReplayableError", "keep"]
 
@@ -54,7 +56,7 @@ class Cause:
             line = f"{where[1]}:{where[2]}" if where else ""
             return cls(finding.guarantee, re.split(r"\W", raised or place)[0], line)
         # Drop the shape of scratch memory from the name, as it depends on the problem.
-        return cls(finding.guarantee.split()[0], finding.output.split(" of ")[0], finding.tile)
+        return cls(guarantee_of(finding.guarantee), finding.output.split(" of ")[0], finding.tile)
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.guarantee, self.output, self.tile) if part)
@@ -75,7 +77,7 @@ class CorpusEntry:
         versions: Versions of the installed packages, by name.
     """
 
-    problem: Problem
+    problem: Call
     subject: str
     guarantee: str
     why: str
@@ -118,7 +120,7 @@ class CorpusEntry:
             record["kernel"] = self.kernel
         if self.versions:
             record["versions"] = dict(self.versions)
-        record["problem"] = json.loads(self.problem.to_json())
+        record["problem"] = self.problem.record()
         return json.dumps(record, indent=2) + "\n"
 
     @classmethod
@@ -144,8 +146,9 @@ class CorpusEntry:
                 raise ValueError(f"versions is {versions!r}; needs a JSON object")
             cause = None
             if all(isinstance(text, str) for text in found.values()):
-                first = (texts["guarantee"].split() or [""])[0]
-                cause = Cause(first, str(found["output"]), str(found["tile"]))
+                cause = Cause(
+                    guarantee_of(texts["guarantee"]), str(found["output"]), str(found["tile"])
+                )
             return cls(
                 problem=problem,
                 cause=cause,
@@ -162,10 +165,10 @@ class CorpusEntry:
             raise ValueError(f"{path}: {error}") from None
 
 
-def _problem(record: object) -> Problem:
-    """Read a problem, with a separate error for an unknown mask class."""
+def _problem(record: object) -> Call:
+    """Read a call, with a separate error for an unknown mask class."""
     try:
-        return Problem.from_record(record)
+        return call_from_record(record)
     except UnknownMaskError as error:
         raise NotReplayableError(str(error)) from None
 
@@ -173,7 +176,7 @@ def _problem(record: object) -> Problem:
 def keep(
     folder: Path,
     entry: CorpusEntry,
-    still_fails: Callable[[Problem], bool],
+    still_fails: Callable[[Call], bool],
     note: Callable[[Path], None] = lambda path: None,
 ) -> Path:
     """Write an entry to its file, unless the file holds a smaller one with the same cause.
@@ -196,13 +199,14 @@ def keep(
     with _alone_in(folder):
         path, there = _place(folder, entry, still_fails)
         note(path)
+        complexity = kind_of(entry.problem).complexity
         if there is None or complexity(entry.problem) < complexity(there.problem):
             write_atomically(path, entry.to_json())
     return path
 
 
 def _place(
-    folder: Path, entry: CorpusEntry, still_fails: Callable[[Problem], bool]
+    folder: Path, entry: CorpusEntry, still_fails: Callable[[Call], bool]
 ) -> tuple[Path, CorpusEntry | None]:
     """Return the path for an entry, and the existing entry with the same cause at that path."""
     numbers = itertools.count(2)
@@ -233,9 +237,9 @@ def _in_a_line(message: str) -> str:
     return message.partition("\n")[0].partition(": ")[2]
 
 
-def _identity(entry: CorpusEntry) -> tuple[str, str, Cause | None]:
+def _identity(entry: CorpusEntry) -> tuple[str, str, str, Cause | None]:
     """Return the fields that are equal for two entries of the same fault."""
-    return entry.subject, entry.kernel, entry.cause
+    return entry.problem.kind, entry.subject, entry.kernel, entry.cause
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import Check
+from fa_verify.oracles.call import Call
+from fa_verify.properties.checks.claims import Check
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search.features import Feature, is_soft
+from fa_verify.properties.kinds.feature import Feature, is_soft
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
@@ -28,7 +28,7 @@ _ABOUT = {"group_sum": {"grouped heads"}, "empty_lse": {"empty rows"}}
 
 
 def declarations_that_fit(
-    runner: Runner, claim: Check, problems: Iterable[Problem], features: Iterable[Feature]
+    runner: Runner, claim: Check, problems: Iterable[Call], features: Iterable[Feature]
 ) -> tuple[str, ...]:
     """Return the declarations, such as ``group_sum="dtype"``, with which all problems pass.
 
@@ -68,7 +68,7 @@ def _literal(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _passes(subject: Subject, claim: Check, problems: tuple[Problem, ...]) -> bool:
+def _passes(subject: Subject, claim: Check, problems: tuple[Call, ...]) -> bool:
     """Return whether all problems are judged and pass."""
     runner = Runner(subject, Tally())
     for problem in problems:

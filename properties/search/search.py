@@ -1,4 +1,4 @@
-"""The search for a problem that violates a check: draw, judge and shrink."""
+"""The search for a call that violates a check: draw, judge and shrink."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import Check
+from fa_verify.properties.checks.claims import Check, Claim, accuracy, standing_of
 from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.large_memory import refusal_without_room
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, plan_run, run_trial
+from fa_verify.properties.execution.trial import SubjectError, plan_run
+from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Runner", "attack", "draws", "plainest"]
+__all__ = ["Runner", "attack", "draws", "of_supported", "plainest"]
 
 SHRINK_SECONDS = 30.0
 
 
 class Runner:
-    """Runs problems on a subject, judges all outputs, and runs checks on them.
+    """Runs calls of any kind on a kernel, judges all outputs, and runs checks on them.
 
     Args:
         subject: The subject under test.
@@ -44,7 +46,7 @@ class Runner:
         self,
         subject: Subject,
         tally: Tally,
-        watching: Callable[[Problem], AbstractContextManager[object]] | None = None,
+        watching: Callable[[Call], AbstractContextManager[object]] | None = None,
         mask: str = "",
         waived: Callable[[Finding], bool] | None = None,
     ) -> None:
@@ -53,8 +55,8 @@ class Runner:
         self.waived = waived or (lambda finding: False)
         self.tally = tally
         self.watching = watching or (lambda problem: nullcontext())
-        # Checks that run on every problem in addition to the claim.
-        self.standing = dict(guarantees.STANDING)
+        # Keys of guarantees whose standing checks are left out, as they have failed.
+        self.reported: set[str] = set()
         self.judged = 0
         self.out_of_range = 0
         # Those that are in range for the default numerics, but not for the declared ones.
@@ -63,15 +65,20 @@ class Runner:
         # The guarantees and parts of them that claims have checked, and the reasons of others.
         self.applied: set[str] = set()
         self._inapplicable: dict[str, str] = {}
-        # Worst error/bound of each output in the last judged problem or batch of problems.
+        # Worst error/bound of each output in the last judged call or batch of calls.
         self.peaks: dict[str, float] = {}
 
-    def findings(self, problem: Problem, claim: Check) -> list[Finding]:
+    def findings(self, problem: Call, claim: Check) -> list[Finding]:
         """Return the findings of the claim, else those of the standing checks.
 
-        The list is empty if the problem is out of range or the subject refuses it.
+        The list is empty if the problem is out of range or the subject refuses it. A check of many
+        calls names the one that is wrong (``Finding.called``). If that call, or the problem, is
+        wrong by itself, the findings are its own: its sizes are those of the fault.
         """
         found = self._findings(problem, claim)
+        if found and found[0].called is not None:
+            alone = (self._findings(call, accuracy) for call in (problem, found[0].called))
+            found = next(filter(None, alone), found)
         source, mask = self.subject.source, self.mask
         if source or mask:
             found = [dataclasses.replace(x, kernel=source, mask=mask) for x in found]
@@ -82,7 +89,7 @@ class Runner:
             self.peaks = {name: peak for name, peak in self.peaks.items() if name not in known}
         return kept
 
-    def _findings(self, problem: Problem, claim: Check) -> list[Finding]:
+    def _findings(self, problem: Call, claim: Check) -> list[Finding]:
         self.peaks = {}
         try:
             # Encloses all work, so that the watchdog sees an exception that loses the GPU. The
@@ -98,16 +105,16 @@ class Runner:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
             alone = next(filter(None, (self._findings(part, claim) for part in parts)), None)
             # The exception may come after a forward that is wrong.
-            before = [] if error.trial is None else guarantees.accuracy(error.trial)
+            before = [] if error.trial is None else accuracy(error.trial)
             return alone or [*before, Finding.of_exception(error, self.subject, problem)]
 
-    def _refuse(self, problem: Problem, reason: str) -> None:
+    def _refuse(self, problem: Call, reason: str) -> None:
         self.refusals[reason] += 1
         self.tally.refused(problem, reason)
 
-    def _judge(self, problem: Problem, claim: Check) -> list[Finding]:
-        """Run and check a problem; raises what the subject raises."""
-        trial = run_trial(self.subject, problem)
+    def _judge(self, problem: Call, claim: Check) -> list[Finding]:
+        """Run and check a call; raises what the kernel raises."""
+        trial = kind_of(problem).run(self.subject, problem)
         if trial is None:
             if problem.seeds:
                 return self._judge_parts(problem, claim)
@@ -116,10 +123,13 @@ class Runner:
             self.tally.rejected(problem)
             return []
         of_problems = trial.peaks
-        self.peaks = {name: max(x[name] for x in of_problems) for name in of_problems[0]}
+        self.peaks = {name: max(x[name] for x in of_problems) for name in trial.outputs}
         for i, of_one in enumerate(of_problems):
             one = problem.part(i, i + 1) if problem.seeds else problem
-            self.tally.judged(self.subject, one, of_one, judged_elements(self.subject, one, of_one))
+            limited = 0
+            if isinstance(one, Problem):
+                limited = judged_elements(self.subject, one, of_one)
+            self.tally.judged(self.subject, one, of_one, limited)
         findings: list[Finding] = []
         raised: list[Finding] = []
         try:
@@ -132,7 +142,7 @@ class Runner:
         self._note(trial.asked)
         # No standing check runs the subject.
         with torch.inference_mode():
-            findings = findings or [x for check in self._standing() for x in check(trial)]
+            findings = findings or [x for y in self._standing(problem) for x in y.check(trial)]
         findings += raised
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings
@@ -149,14 +159,14 @@ class Runner:
         """Return why guarantees, or parts of them, were applicable to no problem."""
         return {k: why for k, why in self._inapplicable.items() if k not in self.applied}
 
-    def _in_range_by_default(self, problem: Problem) -> bool:
+    def _in_range_by_default(self, problem: Call) -> bool:
         """Return whether a problem out of range is in range for the default numerics."""
-        if self.subject.numerics_of(problem) == Numerics():
+        if not isinstance(problem, Problem) or self.subject.numerics_of(problem) == Numerics():
             return False
         plain = dataclasses.replace(self.subject, numerics=Numerics(), configs={})
         return plan_run(plain, problem) is not None
 
-    def _judge_parts(self, batched: Problem, claim: Check) -> list[Finding]:
+    def _judge_parts(self, batched: Call, claim: Check) -> list[Finding]:
         """Judge the halves of a batched problem, some of whose problems are out of range."""
         largest: dict[str, float] = {}
         count = len(batched.seeds)
@@ -170,7 +180,7 @@ class Runner:
         return []
 
     def _alone(
-        self, batched: Problem, of_problems: list[dict[str, float]], claim: Check
+        self, batched: Call, of_problems: list[dict[str, float]], claim: Check
     ) -> list[Finding]:
         """Return the findings of the first problem of a failing batch that fails alone.
 
@@ -188,10 +198,14 @@ class Runner:
         self.peaks = together
         return []
 
-    def _standing(self) -> list[Check]:
-        """Return the standing checks to run; G1 only if the peaks of the last problem exceed 1."""
-        inside = max(self.peaks.values()) <= 1
-        return [check for name, check in self.standing.items() if name != "G1" or not inside]
+    def _standing(self, call: Call) -> list[Claim]:
+        """Return the standing claims to check: the bound, only if the last peaks exceed 1."""
+        inside = max(self.peaks.values(), default=0.0) <= 1
+        return [
+            claim
+            for claim in standing_of(call.kind)
+            if not (claim.bounded and inside) and claim.guarantee.key not in self.reported
+        ]
 
 
 def draws(count: int) -> hypothesis.settings:
@@ -206,7 +220,7 @@ def draws(count: int) -> hypothesis.settings:
 def attack(
     runner: Runner,
     claim: Check,
-    strategy: st.SearchStrategy[Problem],
+    strategy: st.SearchStrategy[Any],
     *,
     seed: str,
     steer: bool = False,
@@ -231,7 +245,7 @@ def attack(
     outcomes = _Outcomes(lambda problem: runner.findings(problem, claim))
 
     @hypothesis.given(problem=strategy)
-    def holds(problem: Problem) -> None:
+    def holds(problem: Call) -> None:
         __tracebackhide__ = True
         findings = outcomes.of(problem)
         if findings:
@@ -248,7 +262,7 @@ def attack(
     except Violation as violation:
         __tracebackhide__ = True
         first = violation.findings
-        smallest = minimized(first[0].problem, first, _of_supported(runner, claim))
+        smallest = minimized(first[0].problem, first, of_supported(runner, claim))
 
         def again(other: Runner) -> None:
             attack(other, claim, strategy, seed=seed, steer=steer, settings=settings)
@@ -269,13 +283,13 @@ def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Find
     """
     config = next(iter(runner.subject.configs))
     plain: list[dict[str, object]] = [{"dtype": Problem().dtype}, {"config": config}]
-    return minimized(findings[0].problem, findings, _of_supported(runner, claim), plain)
+    return minimized(findings[0].problem, findings, of_supported(runner, claim), plain)
 
 
-def _of_supported(runner: Runner, claim: Check) -> Callable[[Problem], list[Finding]]:
-    """Return a check that passes problems which the subject's declarations exclude."""
-    return lambda problem: (
-        [] if runner.subject.excludes(problem) else runner.findings(problem, claim)
+def of_supported(runner: Runner, claim: Check) -> Callable[[Call], list[Finding]]:
+    """Return a check that passes calls which the kernel's declarations exclude."""
+    return lambda call: (
+        [] if kind_of(call).excludes(runner.subject, call) else runner.findings(call, claim)
     )
 
 
@@ -286,12 +300,12 @@ class _Outcomes:
     count as passing. The search then ends at the smallest failure found.
     """
 
-    def __init__(self, check: Callable[[Problem], list[Finding]]) -> None:
+    def __init__(self, check: Callable[[Call], list[Finding]]) -> None:
         self.check = check
-        self.seen: dict[Problem, list[Finding]] = {}
+        self.seen: dict[Call, list[Finding]] = {}
         self.first_failure: float | None = None
 
-    def of(self, problem: Problem) -> list[Finding]:
+    def of(self, problem: Call) -> list[Finding]:
         """Return the findings of a problem, computed once."""
         if problem not in self.seen:
             first = self.first_failure

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fa_verify.oracles.guarantee import GUARANTEES, guarantee_of
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
@@ -33,8 +34,6 @@ from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_pack
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
 
 __all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
-
-_PROMISED_WITH = {"G3": "G10", "G7": "G10", "G12": "G8", "G13": "G10", "G15": "G10"}
 
 
 def score_mods_of(problem: Problem) -> tuple[str, ...]:
@@ -160,13 +159,13 @@ class Subject:
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.
 
-        Outputs summed by atomics are excluded, as the order of their additions varies. G3, G7, G13
-        and G15 compare runs with the same strides, so they are promised with G10; G12 changes
-        strides and is promised with G8. I1 to I6 are promised by ``same_bits``.
+        Outputs summed by atomics are excluded, as the order of their additions varies. Checks that
+        compare runs with the same strides are promised with G10, those that change strides with G8:
+        see ``Guarantee.promise``. I1 to I6 are promised by ``same_bits``.
         """
         replaced = self.configs.get(config, {})
         of_parts = [SAME_BITS[word] for word in replaced.get("same_bits", self.same_bits)]
-        if _PROMISED_WITH.get(guarantee, guarantee) not in (*self.bitwise, *of_parts):
+        if GUARANTEES[guarantee_of(guarantee)].promise not in (*self.bitwise, *of_parts):
             return ()
         atomic = replaced.get("atomic", self.numerics.atomic)
         return tuple(name for name in OUTPUTS if name not in atomic)
@@ -407,6 +406,27 @@ class Subject:
             *(("config",) if len(self.configs) > 1 else ()),
         )
 
+    def excludes_cache(self, problem: Problem, page_size: int, *, appends: bool) -> str | None:
+        """Return the declaration that excludes a call with a cache; None if none does.
+
+        Args:
+            problem: The attention of the call, with the keys of each entry after it.
+            page_size: Rows of a page; 0 for a contiguous cache.
+            appends: Whether the call has new keys.
+        """
+        sizes = self.page_sizes
+        for word, holds in (
+            ("no kvcache", self.kvcache is not None),
+            (f"cache {self.cache}", ("paged" if page_size else "contiguous") in self.cache),
+            (f"cache {self.cache}", "append" in self.cache or not appends),
+            (f"page_sizes {sizes}", not page_size or sizes is None or page_size in sizes),
+            ("zero_sizes False", self.zero_sizes or 0 not in (problem.mask.seqlens_k or ())),
+        ):
+            if not holds:
+                return f"{self.name} declares {word}"
+        # A cache has lengths, whatever masks of padded tensors the subject takes.
+        return dataclasses.replace(self, masks=(*self.masks, "padding")).excludes(problem)
+
     def run_kvcache(
         self,
         q: torch.Tensor,
@@ -435,19 +455,8 @@ class Subject:
         """
         if self.kvcache is None:
             raise NotImplementedError(f"{self.name} declares no kvcache")
-        # A cache has lengths, whatever masks of padded tensors the subject takes.
-        padding = dataclasses.replace(self, masks=(*self.masks, "padding"))
-        is_paged, appends = tensors["page_table"] is not None, tensors["k"] is not None
-        page_sizes, rows = self.page_sizes, k_cache.shape[1]
-        for word, holds in (
-            (f"cache {self.cache}", ("paged" if is_paged else "contiguous") in self.cache),
-            (f"cache {self.cache}", "append" in self.cache or not appends),
-            (f"page_sizes {page_sizes}", not is_paged or page_sizes is None or rows in page_sizes),
-            ("zero_sizes False", self.zero_sizes or 0 not in (problem.mask.seqlens_k or ())),
-        ):
-            if not holds:
-                raise NotImplementedError(f"{self.name} declares {word}")
-        if reason := padding.excludes(problem):
+        page_size = 0 if tensors["page_table"] is None else k_cache.shape[1]
+        if reason := self.excludes_cache(problem, page_size, appends=tensors["k"] is not None):
             raise NotImplementedError(reason)
         mask = problem.mask
         given = {

@@ -8,15 +8,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.call import changed
+from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.mask_classes import draw_instance
 from fa_verify.properties.problems.seqlens import Draw
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported import ExcludedError
 
-__all__ = ["cached"]
+__all__ = ["cached", "hidden_first", "lengthened"]
 
 # Keys before the call: none, one, around a tile, and several tiles.
 _KEYS = st.sampled_from((1, 0, 2, 5, 15, 16, 17, 33, 50))
@@ -24,6 +26,11 @@ _PAGES = (1, 0, 2, 3, 7, 16, 32, 64, 256)
 _INPUTS = ("normal", "times8", "rising_max", "near_ties", "lse_low_90", "large_mean_v")
 
 
+# Places in the table that an entry of many keys gets at least, and the keys at most, by device: the
+# interpreter is slow.
+_PLACES, _LONGEST = 65, {"cpu": 2100, "cuda": 8300}
+# Rows, windows and further keys, so that rows of one tile begin to see keys in two tiles of keys.
+_ROWS, _WINDOWS, _MANY = 17, 21, 33
 # Combinations of a configuration, padded head_dims and score modifications, if they are few.
 _FEW = 4
 
@@ -35,6 +42,9 @@ def cached(
     configs: Sequence[str],
     mask: type[Mask] | None = None,
     kernels: str | None = None,
+    *,
+    many_keys: bool = False,
+    behind_a_window: bool = False,
 ) -> st.SearchStrategy[CacheProblem]:
     """Returns calls of a dtype, which shrink to one entry, few keys and pages of one row.
 
@@ -47,7 +57,15 @@ def cached(
             modifications: these are then the simplest. None draws windows.
         kernels: Draw from a few combinations of the fields that select a kernel, which this seed
             chooses; None draws from all of them.
+        many_keys: Lengthen an entry to more than 64 pages (fewer where a page has more than 32 rows
+            on a CPU, or 127 on a GPU).
+        behind_a_window: A window hides the first tiles of a block of rows from low scores.
+
+    Raises:
+        ExcludedError: The declarations exclude all such calls.
     """
+    if behind_a_window and "window" not in subject.masks:
+        raise ExcludedError(f"{subject.name} declares masks {subject.masks}")
 
     def made(
         keys: list[int], heads: tuple[int, int], window: tuple[Any, Any], more: int, page_size: int,
@@ -131,7 +149,29 @@ def cached(
             for chosen in few
         ]
     )
+    if many_keys:
+        problems = problems.map(lengthened)
+    if behind_a_window:
+        problems = problems.map(
+            lambda problem: hidden_first(problem, 1 if subject.one_query else _ROWS)
+        )
     return problems if mask is None else _masked(problems, mask)
+
+
+def lengthened(problem: CacheProblem) -> CacheProblem:
+    """Return a call with more keys in one entry."""
+    a = problem.attention
+    more = min((problem.page_size or 16) * (_PLACES + a.seed % _PLACES), _LONGEST[a.device])
+    lengths = tuple(x + more * (b == a.seed % a.B) for b, x in enumerate(problem.seqlens))
+    return changed(problem, N=a.N + more, mask=dataclasses.replace(a.mask, seqlens_k=lengths))
+
+
+def hidden_first(problem: CacheProblem, rows: int) -> CacheProblem:
+    """Return a causal call of low scores, whose window hides the first keys of a tile."""
+    a = problem.attention
+    lengths = tuple(length + _MANY for length in problem.seqlens)
+    mask = Mask(causal=True, window_left=a.seed % _WINDOWS, seqlens_k=lengths)
+    return changed(problem, M=rows, N=a.N + _MANY, mask=mask, inputs="lse_low_130", softcap=None)
 
 
 @st.composite

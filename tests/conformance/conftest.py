@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import Check
+from fa_verify.properties.checks.claims import Check, Claim, Drawn
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.narrowing import narrowed
@@ -53,27 +55,36 @@ LEAST_JUDGED = 20
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with shards or with the configurations of the subject.
+    """Parametrize tests with shards, or with the configurations of the subject.
 
     ``@pytest.mark.shards(start, step)`` selects every step-th shard from start on; ``float64=True``
     selects from the float64 shards. A parameter ``larger`` is a shard of larger head dims.
     """
     subject = subject_of(metafunc.config)
+    if "drawn" in metafunc.fixturenames:
+        return  # test_claims.py takes shards from its rows
     if "shard" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("shards")
         start, step = (*(marker.args if marker else ()), 0, 1)[:2] if marker else (0, 1)
         float64 = bool(marker and marker.kwargs.get("float64"))
-        shards = shards_of(subject, float64=float64)
-        if mask_of(metafunc.config) is not None:
-            # Masks do not depend on dtype, configuration and head dims: one shard per test.
-            small = tuple(shard for shard in shards if max(shard.head_dims) <= SMALL_DIM) or shards
-            shards, start, step = small, start % len(small), len(small)
-        # If a subject has too few shards for start and step, use its first shard.
-        metafunc.parametrize("shard", shards[start::step] or shards[:1], ids=str)
+        shards = selected_shards(metafunc.config, start, step, float64=float64)
+        metafunc.parametrize("shard", shards, ids=str)
     if "larger" in metafunc.fixturenames:
         metafunc.parametrize("larger", larger_shards_of(subject), ids=str)
     if "config" in metafunc.fixturenames:
         metafunc.parametrize("config", sorted(subject.configs))
+
+
+def selected_shards(
+    config: pytest.Config, start: int, step: int, *, float64: bool = False
+) -> tuple[Shard, ...]:
+    """Return every step-th shard of the subject from start on; its first, if these are too few."""
+    shards = shards_of(subject_of(config), float64=float64)
+    if mask_of(config) is not None:
+        # Masks do not depend on dtype, configuration and head dims: one shard per test.
+        small = tuple(shard for shard in shards if max(shard.head_dims) <= SMALL_DIM) or shards
+        shards, start, step = small, start % len(small), len(small)
+    return shards[start::step] or shards[:1]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,8 +112,8 @@ def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
         (subject.merges_alone, "states=True: it computes no attention", "test_merging.py"),
         (subject.reads_caches_alone, "cache: it takes no padded tensors", "test_caches.py"),
     ):
-        # A problem of --fa-replay may be one of merges or caches.
-        if is_alone and request.path.name != file and request.node.name != "test_replay":
+        # Problems of --fa-replay and of the corpus may be merges or caches.
+        if is_alone and request.path.name not in (file, "test_replay.py"):
             pytest.skip(f"{subject.name} declares {why}")
 
 
@@ -153,65 +164,14 @@ def seed_of_kernels(device: str, name: str) -> str | None:
 
 
 @pytest.fixture
-def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Callable[..., None]:
-    """A function that draws problems of a shard and runs a check on each.
+def drawing(request: pytest.FixtureRequest, runner: Runner) -> Callable[..., None]:
+    """A function that draws calls, runs a check on each, and fails with the simplest.
 
-    The profile determines the number of problems. ``runs`` is the number of times that the check
-    runs a problem; the cost of a problem is divided by it. ``batched`` draws batches of problems
-    with sequence lengths of up to 512, and checks each batch at once. ``kernels`` is the number of
-    combinations of ``problems_of_few_kernels`` where problems are drawn for few kernels; "shared"
-    stands for those that the tests of a shard share. ``choices`` are further axes of them.
+    A fuzzing run keeps the tests with this fixture.
     """
 
-    def run(
-        claim: Check,
-        shard: Shard,
-        *,
-        runs: int = 1,
-        batched: bool = False,
-        kernels: int | Literal["shared"] = 0,
-        choices: Mapping[str, Sequence[object]] | None = None,
-        **wanted: object,
-    ) -> None:
+    def run(claim: Check, strategy: st.SearchStrategy[Any], seed: str) -> None:
         __tracebackhide__ = True
-        large = shard.tile >= LARGE_TILE
-        most = (MAX_COST_OF_LARGE_TILES if large else MAX_COST)[device]
-        pairs = (MAX_PAIRS_OF_LARGE_TILES if large else MAX_PAIRS)[device]
-        of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
-        if batched:
-            most = min(most, max(LEAST_COST, of_batched // 3))
-            wanted = {
-                "max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, "max_pairs": 0, **wanted
-            }  # fmt: skip
-        limits = {
-            "dtype": shard.dtype,
-            "configs": (shard.config,),
-            "head_dims": shard.head_dims,
-            "tile": shard.tile,
-            "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
-            "max_cost": max(LEAST_COST, most // runs),
-            "max_pairs": pairs // runs,
-            "device": device,
-            "mask": mask_of(request.config),
-        }
-        # The same problems wherever the tests are installed.
-        seed = f"tests/conformance/{request.path.name}::{request.node.nodeid.partition('::')[2]}"
-        wanted = {**limits, **wanted}
-        try:
-            if kernels and seed_of_kernels(device, seed):
-                is_shared = kernels == "shared"
-                strategy = problems_of_few_kernels(
-                    runner.subject, count=None if is_shared else kernels,
-                    seed=str(shard) if is_shared else seed, choices=choices or {}, **wanted,
-                )  # fmt: skip
-            else:
-                strategy = problems_of(runner.subject, **wanted)
-        except ExcludedError as declared:
-            pytest.skip(str(declared))
-        if batched:
-            strategy = batched_problems(
-                strategy, tile=shard.tile, max_cost=of_batched, m_gt_n=runner.subject.m_gt_n
-            )
         fuzzing = hypothesis.settings.get_current_profile_name() == "fuzz"
         settings = hypothesis.settings()
         plugin = request.config.pluginmanager.get_plugin("fuzzing")
@@ -225,6 +185,95 @@ def for_all(request: pytest.FixtureRequest, device: str, runner: Runner) -> Call
         if plugin:
             # A turn draws too few problems for the assertions that follow in some tests.
             pytest.skip(TURN_OVER)
+
+    return run
+
+
+@pytest.fixture
+def for_claim(
+    request: pytest.FixtureRequest, device: str, subject: Subject, drawing: Callable[..., None]
+) -> Callable[..., None]:
+    """A function that draws calls of a dtype for a claim of any kind but attention."""
+
+    def run(claim: Claim, dtype: str, kernels: str, **wanted: object) -> None:
+        """Draw calls. ``kernels`` names the tests that share their compiled kernels."""
+        __tracebackhide__ = True
+        if claim.kind not in kinds_of(subject):
+            pytest.skip(f"{subject.name} takes no {claim.kind}")
+        if claim.kind == "cache":
+            wanted["kernels"] = seed_of_kernels(device, kernels)
+        try:
+            strategy = KINDS[claim.kind].draw(
+                subject, dtype=dtype, device=device, **claim.needs, **wanted
+            )
+        except ExcludedError as declared:
+            pytest.skip(str(declared))
+        mask = wanted.get("mask")
+        words = [claim.kind, claim.name, dtype, *([mask.__name__] if mask else [])]
+        drawing(claim.check, strategy, "/".join(words))
+
+    return run
+
+
+@pytest.fixture
+def for_all(
+    request: pytest.FixtureRequest, device: str, runner: Runner, drawing: Callable[..., None]
+) -> Callable[..., None]:
+    """A function that draws problems of a shard and runs a check on each.
+
+    The profile determines the number of problems. ``drawn`` says what is drawn, and how its seed
+    begins; without it the test does.
+    """
+
+    def run(claim: Check, shard: Shard, drawn: Drawn | None = None, **fields: object) -> None:
+        __tracebackhide__ = True
+        test, _, parameters = request.node.nodeid.partition("::")[2].partition("[")
+        if drawn is None:
+            drawn = Drawn(words=test, seed=f"{request.path.name}::{test}", **fields)
+            place = f"[{parameters}" if parameters else ""
+        else:
+            place = f"[{shard}-{drawn.part}]" if drawn.part else f"[{shard}]"
+        # The same problems wherever the tests are installed, and however they are named.
+        seed = f"tests/conformance/{drawn.seed}{place}"
+        large = shard.tile >= LARGE_TILE
+        most = (MAX_COST_OF_LARGE_TILES if large else MAX_COST)[device]
+        pairs = (MAX_PAIRS_OF_LARGE_TILES if large else MAX_PAIRS)[device]
+        of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
+        wanted = dict(drawn.needs_of(shard))
+        if drawn.batched:
+            most = min(most, max(LEAST_COST, of_batched // 3))
+            wanted = {
+                "max_seqlen": BATCHED_SEQLEN[device], "zero_sizes": False, "max_pairs": 0, **wanted
+            }  # fmt: skip
+        limits = {
+            "dtype": shard.dtype,
+            "configs": (shard.config,),
+            "head_dims": shard.head_dims,
+            "tile": shard.tile,
+            "max_seqlen": min(TILES_ACROSS[device] * shard.tile, MAX_SEQLEN[device]),
+            "max_cost": max(LEAST_COST, most // drawn.runs),
+            "max_pairs": pairs // drawn.runs,
+            "device": device,
+            "mask": mask_of(request.config),
+        }
+        wanted = {**limits, **wanted}
+        kernels = drawn.kernels
+        try:
+            if kernels and seed_of_kernels(device, seed):
+                is_shared = kernels == "shared"
+                strategy = problems_of_few_kernels(
+                    runner.subject, count=None if is_shared else kernels,
+                    seed=str(shard) if is_shared else seed, choices=drawn.choices, **wanted,
+                )  # fmt: skip
+            else:
+                strategy = problems_of(runner.subject, **wanted)
+        except ExcludedError as declared:
+            pytest.skip(str(declared))
+        if drawn.batched:
+            strategy = batched_problems(
+                strategy, tile=shard.tile, max_cost=of_batched, m_gt_n=runner.subject.m_gt_n
+            )
+        drawing(claim, strategy, seed)
 
     return run
 

@@ -23,7 +23,7 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.statistics import rms
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial, run_subject
+from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
 
@@ -98,7 +98,7 @@ def findings_in_rows(
     if judgement.out_of_range is not None:
         return None
     want = torch_reference.attention(*part, **scores)
-    trial = Trial(subject, few, part, found, want, judgement)
+    trial = AttentionTrial(subject, few, part, found, want, judgement)
     vars(trial)["variances"] = variances(*part, **scores, in_dtype=problem.dtype, numerics=numerics)
     findings = accuracy(trial) or (rms(trial) if with_rms else [])
     return [_of_whole(x, problem, rows) for x in findings]

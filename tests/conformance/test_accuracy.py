@@ -1,24 +1,11 @@
-"""G1 and G2: accuracy of every element, and no NaN or Inf; for single and batched problems."""
+"""G1: accuracy of every element on problems that no draw has often enough."""
 
 from __future__ import annotations
 
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
-
-
-def test_every_element_lies_within_the_derived_bound(for_all, shard):
-    for_all(guarantees.accuracy, shard)
-
-
-@pytest.mark.shards(0, 3)
-def test_batched_problems_lie_within_the_derived_bound(for_all, shard):
-    for_all(guarantees.accuracy, shard, batched=True)
-
-
-def test_larger_head_dims_lie_within_the_derived_bound(for_all, larger):
-    for_all(guarantees.accuracy, larger)
+from fa_verify.properties.checks import claims
 
 
 # Drawn problems of larger head dims are few. Ordinary data show roundings in 16 bits best, and
@@ -30,23 +17,7 @@ def test_larger_head_dims_are_accurate_on_these_families(check_one, larger, devi
         H=2, M=40, N=70, D=D, Dv=Dv, dtype=larger.dtype, inputs=family, config=larger.config,
         seed=1, device=device,
     )  # fmt: skip
-    check_one(problem, guarantees.accuracy)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        "lse_low_90",
-        "lse_low_130",
-        "lse_low_6e3",
-        "lse_high_6e4",
-        "lse_low_1e5",
-        "lse_high_1e5",
-    ],
-)
-@pytest.mark.shards(0, 6)
-def test_outputs_are_finite_however_far_the_logits_are_shifted(for_all, shard, family):
-    for_all(guarantees.finite, shard, inputs=family)
+    check_one(problem, claims.accuracy)
 
 
 @pytest.mark.parametrize("splits", [False, True], ids=["", "splits"])
@@ -66,4 +37,4 @@ def test_keys_of_tiny_weight_are_not_skipped(check_one, subject, device, seed, s
         M=size, N=size, D=D, Dv=D, dtype=dtype, inputs="values_of_light_keys", config=config,
         seed=seed, device=device,
     )  # fmt: skip
-    check_one(problem, guarantees.accuracy)
+    check_one(problem, claims.accuracy)

@@ -9,8 +9,8 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.large_memory import refusal_without_room
 
@@ -60,13 +60,13 @@ def test_long_sequences_lie_within_the_derived_bound(check_one, subject, device,
     M = N - 3 if subject.m_ne_n and subject.causal_alignment == "bottom-right" else N
     M, N = (x // subject.seqlen_multiple * subject.seqlen_multiple for x in (M, N))
     problem = Problem(M=M, N=N, D=64, Dv=64, dtype=dtype, mask=mask, seed=1, device=device)
-    check_one(problem, guarantees.accuracy)
+    check_one(problem, claims.accuracy)
 
 
 def test_long_rows_count_their_keys(check_one, device):
     N = COUNTED[device]
     problem = Problem(M=64, N=N, dtype="fp16", mask=Mask(causal=True), seed=1, device=device)
-    check_one(problem, CLOSED_FORM["counts"])
+    check_one(problem, checks_of("closed forms")["counts"])
 
 
 @pytest.mark.parametrize("mask", [Mask(), PrefixLM(prefix=5)], ids=["full", "predicate"])
@@ -82,7 +82,7 @@ def test_more_than_256_tiles_in_a_row_are_visited(check_one, subject, device, lo
         dtype=subject.dtypes[-1], D=min(subject.head_dims or (3,)),
         Dv=min(subject.head_dims or (3,)), config=config, mask=mask, seed=1, device=device,
     )  # fmt: skip
-    check_one(problem, guarantees.accuracy)
+    check_one(problem, claims.accuracy)
 
 
 @pytest.fixture

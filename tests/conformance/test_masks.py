@@ -10,12 +10,13 @@ import random
 import hypothesis
 import pytest
 
-from fa_verify.conformance.drawn_calls import holds_for_drawn
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import claims_of
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.pytest_plugin.environment import ON_GPU
 from fa_verify.session import is_ours, mask_of
+from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 COMBINATIONS = ("Both", "Either", "Sliced")
 EXAMPLES = [name for name in SHIPPED if name not in COMBINATIONS]
@@ -57,15 +58,15 @@ def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
 @pytest.mark.shards(0, 15)
 def test_a_kernel_that_evaluates_a_mask_is_within_the_bound(for_all, shard, masks):
     # Each mask compiles kernels of its own.
-    for_all(guarantees.accuracy, shard, kernels=2, mask=masks)
+    for_all(claims.accuracy, shard, kernels=2, needs={"mask": masks})
 
 
 @pytest.mark.shards(0, 4, float64=True)
 def test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64(for_all, shard, masks):
-    for_all(guarantees.logic, shard, mask=masks, inputs="normal")
+    for_all(claims.logic, shard, needs={"mask": masks, "inputs": "normal"})
 
 
 @pytest.mark.parametrize("check", ["accuracy", "free rows"])
-def test_a_mask_on_a_cache_keeps_guarantees(subject, device, check, masks_on_caches, pytestconfig):
-    source = pytestconfig.getoption("--fa-mask") or ""
-    holds_for_drawn(subject, device, check, "fp32", masks_on_caches, source)
+def test_a_mask_on_a_cache_keeps_guarantees(for_claim, check, masks_on_caches):
+    with dots_in_order():
+        for_claim(claims_of(kind="cache")[check], "fp32", "caches of fp32", mask=masks_on_caches)

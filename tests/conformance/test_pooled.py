@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import POOLED
+from fa_verify.properties.checks.claims import checks_of
 
 # (dtype, seed, batch entries, heads, mask): windows with empty rows, a predicate, and a map of
 # blocks. The seeds give small blocks, blocks of several tiles, and a single block.
@@ -26,31 +26,6 @@ def pools(subject):
         pytest.skip(f"{subject.name} declares no pooled")
 
 
-@pytest.mark.shards(13, 7)
-def test_every_pooled_probability_lies_within_the_derived_bound(for_all, shard):
-    for_all(POOLED["pooled G1"], shard, runs=4)
-
-
-@pytest.mark.shards(0, 6, float64=True)
-def test_pooled_probabilities_have_the_logic_of_float64(for_all, shard):
-    for_all(POOLED["pooled T3"], shard, runs=4, inputs="normal")
-
-
-@pytest.mark.shards(20, 22)
-def test_dirty_padding_changes_no_pooled_probability(for_all, shard):
-    for_all(POOLED["pooled G4"], shard, runs=5, padding=True, dirty="nan")
-
-
-@pytest.mark.shards(5, 22)
-def test_hidden_keys_change_no_pooled_probability(for_all, shard):
-    for_all(POOLED["pooled G5"], shard, runs=5, hidden=True)
-
-
-@pytest.mark.shards(6, 22)
-def test_any_strides_give_the_same_pooled_probabilities(for_all, shard):
-    for_all(POOLED["pooled G8"], shard, runs=5)
-
-
 @pytest.mark.parametrize("mask", MASKS)
 def test_pooled_probabilities_keep_every_guarantee(check_one, subject, device, mask):
     dtype, seed, B, H, value = MASKS[mask]
@@ -64,4 +39,4 @@ def test_pooled_probabilities_keep_every_guarantee(check_one, subject, device, m
 
 def every_guarantee(trial):
     """Return the findings of all guarantees of pooled probabilities."""
-    return [finding for check in POOLED.values() for finding in check(trial)]
+    return [finding for check in checks_of("pooled").values() for finding in check(trial)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.checks.guarantees import BY_NAME, in_turn
+from fa_verify.properties.checks.claims import BY_NAME, in_turn
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.search.search import plainest
 from fa_verify.quick import entries_for

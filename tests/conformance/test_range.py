@@ -10,7 +10,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
@@ -27,7 +27,7 @@ def test_elements_2_to_the_31_apart_are_read_where_they_are(for_all, shard, subj
     if not {"padded", "strided"} & set(subject.layouts or LAYOUTS):
         pytest.skip(f"{subject.name} declares layouts={subject.layouts}, which have no gaps")
     try:
-        for_all(guarantees.far_offsets, shard, **SMALL)
+        for_all(claims.far_offsets, shard, needs=SMALL)
     except MemoryError as error:
         pytest.skip(str(error))
 
@@ -51,7 +51,7 @@ def test_many_heads_and_entries_are_right(check_one, subject, device, heads):
         B=B, H=H, Hk=Hk, M=M, N=N, D=D, Dv=D, mask=mask, dtype=subject.dtypes[0], seed=1,
         config=config, device=device, alibi="normal" if "alibi" in subject.score_mods else NO_ALIBI,
     )  # fmt: skip
-    check_one(problem, guarantees.accuracy)
+    check_one(problem, claims.accuracy)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -61,7 +61,7 @@ def test_more_heads_than_65535_are_right(check_one, device, dtype):
     problem = Problem(
         B=2, H=65_538, Hk=32_769, M=3, N=5, dtype=dtype, mask=Mask(causal=True), device=device
     )
-    check_one(problem, guarantees.accuracy)
+    check_one(problem, claims.accuracy)
 
 
 @pytest.mark.parametrize("long", ["queries", "keys"])

@@ -7,23 +7,12 @@ import dataclasses
 
 import pytest
 
-from fa_verify.oracles.merge_problem import MergeProblem
+from fa_verify.oracles.call import changed
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.caches import CACHES, found_in_cache
-from fa_verify.properties.checks.guarantees import (
-    CALLS,
-    CLOSED_FORM,
-    GUARANTEES,
-    OF_ADDED,
-    POOLED,
-    STATISTICS,
-    STREAMS,
-    backward,
-    in_turn,
-)
-from fa_verify.properties.checks.merging import MERGES, found_in
+from fa_verify.properties.checks.claims import checks_of, in_turn
 from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
 from fa_verify.session import NOT_ASKED, is_ours
@@ -40,17 +29,24 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=[path.stem for path in files.paths])
 
 
-def every_guarantee(trial, beside, failing, unchecked):
-    """Return the findings of all guarantees, statistics and closed forms, and of more checks.
+# What is asked of a problem beside the standing claims.
+USUAL = ("call", "elements", "statistics", "closed forms", "pooled", "added")
+
+
+def asked_of(problem, calls):
+    """Return the checks of a call by name; with ``calls``, those of many calls too."""
+    if problem.kind != "attention":
+        return checks_of(kind=problem.kind)
+    more = [*(("calls",) if calls else ()), *(("streams",) if problem.device == "cuda" else ())]
+    return checks_of(*USUAL, *more)
+
+
+def every_guarantee(trial, checks, failing, unchecked):
+    """Return the findings of all checks.
 
     ``failing`` receives the check that gives the findings of each guarantee, ``unchecked`` the
     reason why a check was not made.
     """
-    beyond = {"backward": backward, **STATISTICS, **CLOSED_FORM, **OF_ADDED, **POOLED}
-    checks = {**GUARANTEES, **beyond}
-    checks |= dict(beside)
-    if trial.problem.device == "cuda":
-        checks |= STREAMS
     checks = {name: noting(check, failing) for name, check in checks.items()}
     findings = in_turn(checks, unchecked)(trial)
     if len(unchecked) == len(checks) and not findings:
@@ -71,28 +67,33 @@ def noting(check, failing):
     return noted
 
 
-def check(runner, problem, device, record, beside=(), shrink=False):
-    """Check every guarantee on a problem.
+def check(runner, problem, device, record, calls=False, shrink=False):
+    """Check every guarantee on a call of any kind.
 
     ``record`` receives the checks that were not made. With ``shrink``, a failure is shown on the
-    simplest problem on which it occurs.
+    simplest call on which it occurs.
     """
     __tracebackhide__ = True
+    fields = {"device": device}
     configs = runner.subject.configs
-    config = problem.config if problem.config in configs else next(iter(configs))
-    problem = dataclasses.replace(problem, device=device, config=config)
+    if problem.attention is not None and problem.config not in configs:
+        fields["config"] = next(iter(configs))
+    problem = changed(problem, **fields)
     failing, unchecked = {}, {}
+    checks = asked_of(problem, calls)
 
     def claim(trial):
-        return every_guarantee(trial, beside, failing, unchecked)
+        return every_guarantee(trial, checks, failing, unchecked)
 
-    findings = runner.findings(problem, claim)
-    if findings and shrink:
-        found = plainest(runner, findings, failing.get(findings[0].guarantee, claim))
-        found = runner.findings(found[0].problem, claim) or found
-        # Guarantees that hold on the simplest problem may have another cause.
-        named = {finding.guarantee for finding in found}
-        findings = [*found, *(x for x in findings if x.guarantee not in named)]
+    # In the interpreter, a product's bits else depend on its row in the tile.
+    with dots_in_order() if problem.kind == "cache" else contextlib.nullcontext():
+        findings = runner.findings(problem, claim)
+        if findings and shrink:
+            found = plainest(runner, findings, failing.get(findings[0].guarantee, claim))
+            found = runner.findings(found[0].problem, claim) or found
+            # Guarantees that hold on the simplest problem may have another cause.
+            named = {finding.guarantee for finding in found}
+            findings = [*found, *(x for x in findings if x.guarantee not in named)]
     if findings:
         raise Violation(findings, failing.get(findings[0].guarantee, claim))
     if runner.refusals:
@@ -125,46 +126,24 @@ def check_the_mask(problem):
                 pytest.fail(str(faults[0]), pytrace=False)
 
 
-def check_calls(subject, problem, device, mask):
-    """Check every guarantee of calls with a cache, or of merges, on a problem of them."""
-    __tracebackhide__ = True
-    if isinstance(problem, MergeProblem):
-        problem = dataclasses.replace(problem, device=device)
-        checks, found_of = MERGES, found_in
-    else:
-        attention = dataclasses.replace(problem.attention, device=device)
-        problem = dataclasses.replace(problem, attention=attention)
-        checks, found_of = CACHES, found_in_cache
-    findings, refused = [], []
-    for claim in checks.values():
-        try:
-            with dots_in_order():
-                findings += found_of(subject, problem, claim)
-        except NotImplementedError as reason:
-            refused.append(str(reason))
-    if findings:
-        told = (str(dataclasses.replace(x, mask=mask)) for x in findings)
-        pytest.fail("\n".join(told), pytrace=False)
-    if len(refused) == len(checks):
-        pytest.skip(refused[0])
-
-
 def test_replay(runner, device, replayed, pytestconfig, record_property):
+    __tracebackhide__ = True
     if replayed is None:
         pytest.skip("no --fa-replay given")
     if not isinstance(replayed, Problem):
-        check_calls(runner.subject, replayed, device, pytestconfig.getoption("--fa-mask") or "")
+        check(runner, replayed, device, record_property)
         return
     if is_ours(pytestconfig) and not replayed.mask.is_plain:
         check_the_mask(dataclasses.replace(replayed, device=device))
     # On a GPU, the kernels of many calls take minutes to compile beside other tests.
-    check(runner, replayed, device, record_property, CALLS)
+    check(runner, replayed, device, record_property, calls=True)
     if runner.subject.same_bits:
         with dots_in_order():
             check_parts(runner, replayed, device)
 
 
 def test_regression(runner, device, replayed, path, record_property):
+    __tracebackhide__ = True
     if replayed is not None:
         pytest.skip("--fa-replay runs only its own problem")
     try:
@@ -173,6 +152,7 @@ def test_regression(runner, device, replayed, path, record_property):
         pytest.skip(str(reason))
     except ValueError as damage:
         pytest.fail(str(damage), pytrace=False)
+    if problem.kind not in kinds_of(runner.subject):
+        pytest.skip(f"{runner.subject.name} takes no {problem.kind}")
     # Its inputs and dtype show the fault for which it was stored, and may have no part in this one.
-    calls = CALLS if device == "cpu" else ()
-    check(runner, problem, device, record_property, calls, shrink=True)
+    check(runner, problem, device, record_property, calls=device == "cpu", shrink=True)

@@ -1,6 +1,6 @@
-"""I1, I2, I4, I5 and I6: batches, chunks, slices and forms of a problem give the same bits.
+"""I1, I2, I4 and I5 at the sizes at which schedulers change.
 
-For subjects that declare ``same_bits``; I6 holds other subjects to the bound.
+For subjects that declare ``same_bits``.
 ``properties/checks/same_bits.py`` holds the checks.
 """
 
@@ -34,37 +34,6 @@ def promised(subject, word: str, config: str) -> None:
     """Skip a subject that does not declare a word of ``same_bits``."""
     if word != "inference" and not subject.promises(SAME_BITS[word], config):
         pytest.skip(f"{subject.name} declares no same_bits {word!r}")
-
-
-@pytest.mark.shards(0, 5)
-def test_an_entry_has_the_same_bits_beside_any_neighbours(for_all, subject, shard):
-    promised(subject, "batch", shard.config)
-    for_all(CHECKS["I1"], shard, runs=5)
-
-
-@pytest.mark.shards(1, 5)
-def test_queries_have_the_same_bits_in_any_chunks(for_all, subject, shard):
-    promised(subject, "chunks", shard.config)
-    for_all(CHECKS["I2"], shard, runs=4)
-
-
-@pytest.mark.shards(2, 5)
-def test_slices_of_heads_have_the_same_bits(for_all, subject, shard):
-    promised(subject, "heads", shard.config)
-    # Lengths of one tile leave the limit on cost to the heads; cases below have long keys.
-    for_all(CHECKS["I4"], shard, max_seqlen=shard.tile)
-
-
-@pytest.mark.shards(3, 5)
-def test_padded_packed_and_contiguous_sequences_have_the_same_bits(for_all, subject, shard):
-    promised(subject, "varlen", shard.config)
-    # A padded problem, and the packed one, compile kernels that other tests do not.
-    for_all(CHECKS["I5"], shard, runs=4, kernels=3)
-
-
-@pytest.mark.shards(4, 5)
-def test_the_forward_without_gradients_agrees_with_that_of_training(for_all, shard):
-    for_all(CHECKS["I6"], shard, runs=2)
 
 
 def scheduled(device: str) -> dict[str, Problem]:

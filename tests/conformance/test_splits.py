@@ -6,7 +6,7 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import GUARANTEES
+from fa_verify.properties.checks.claims import checks_of
 
 # Enough keys for several tiles in every split; fewer in the interpreter, which is slow.
 KEYS = {"cpu": 120, "cuda": 20_000}
@@ -21,7 +21,7 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("guarantee", checks_of("call"))
 @pytest.mark.parametrize("few", FEW)
 def test_few_rows_against_long_keys_keep_every_guarantee(
     check_one, subject, device, few, guarantee
@@ -32,7 +32,7 @@ def test_few_rows_against_long_keys_keep_every_guarantee(
         B=2, H=2, M=M, N=KEYS[device], D=24, Dv=32, dtype="fp64" if guarantee == "T3" else dtype,
         mask=mask, dirty="nan", seed=1, config=a_split_of(subject, few), device=device,
     )  # fmt: skip
-    check_one(problem, GUARANTEES[guarantee])
+    check_one(problem, checks_of("call")[guarantee])
 
 
 def a_split_of(subject, few: str) -> str:

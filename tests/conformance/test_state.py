@@ -16,7 +16,7 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import DTYPES, Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.invariance import OTHER_DTYPE, neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.execution.replay_line import replay_line
@@ -76,7 +76,7 @@ def test_calls_that_differ_in_one_argument_do_not_depend_on_their_order(
                 f"  the call: {called.to_json()}\n"
                 f"  replay: {replay_line(problem.to_json(), subject.source)}"
             )
-        return guarantees.accuracy(trial)
+        return claims.accuracy(trial)
 
     check_one(problem, in_two_orders)
 

@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import STREAMS
+from fa_verify.properties.checks.claims import checks_of
 
 PROBLEMS = {
     "plain": {"M": 256, "N": 256},
@@ -39,4 +39,4 @@ def test_streams_and_graphs_change_no_result(check_one, subject, device, check, 
     dims = subject.head_dims or (64,)
     D = 64 if 64 in dims else dims[0]
     fields = {"H": 4, "Hk": 4, "D": D, "Dv": D, "dtype": subject.dtypes[0], "seed": 1}
-    check_one(Problem(device=device, **(fields | PROBLEMS[name])), STREAMS[check])
+    check_one(Problem(device=device, **(fields | PROBLEMS[name])), checks_of("streams")[check])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.shards import Shard
 
 # Tile pairs of a problem in the interpreter, where each split of a tile is a program of its own.
@@ -20,4 +20,4 @@ def test_every_tile_configuration_is_within_the_bound(for_all, subject, config, 
     limits = {"max_cost": COST_OF_SPLITS} if many else {}
     shard = Shard(dtype, config, (16, 32, 24), 32)
     # Of the kernels of a configuration, which no other test may use, one for a pair of head_dims.
-    for_all(guarantees.accuracy, shard, kernels=1, layouts=("bhsd", "bshd"), **limits)
+    for_all(claims.accuracy, shard, kernels=1, needs={"layouts": ("bhsd", "bshd"), **limits})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.session import is_ours
 from fa_verify.shards import Shard
 
@@ -35,10 +35,9 @@ def test_fp16_comes_close_to_the_bound_where_it_underflows(for_all, pytestconfig
 
     def record(trial):
         reached.extend(part[output] for part in trial.peaks if output in part)
-        return guarantees.accuracy(trial)
+        return claims.accuracy(trial)
 
     inputs, dout = UNDERFLOWS[output]
-    for_all(
-        record, Shard("fp16", "16x16", (16, 24, 32), 16), inputs=inputs, dout=dout, lse_grad=False
-    )
+    needs = {"inputs": inputs, "dout": dout, "lse_grad": False}
+    for_all(record, Shard("fp16", "16x16", (16, 24, 32), 16), needs=needs)
     assert max(reached) >= AT_LEAST[output]

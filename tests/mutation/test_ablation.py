@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, STATISTICS
+from fa_verify.properties.checks.claims import checks_of
 from tests.mutation.ablation import ABLATION
 
 pytest.importorskip("triton")
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_ablation_covers_all_statistical_and_closed_form_checks():
     checks = {name.split()[0] for name in ABLATION}
-    assert checks == {"backward", "limit", *STATISTICS, *CLOSED_FORM}
+    assert checks == {"backward", "limit", *checks_of("statistics", "closed forms")}
 
 
 @pytest.mark.skipif(

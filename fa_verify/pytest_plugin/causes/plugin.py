@@ -19,7 +19,7 @@ import pytest
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
@@ -115,15 +115,17 @@ class Causes:
         that first failed is left out: another fault may show there too.
         """
 
-        def run(other: Problem) -> Trial | None:
+        def run(other: Problem) -> AttentionTrial | None:
             with runner.watching(other):
                 return run_trial(runner.subject, other)
 
         for cause in self.store.known():
             if cause.number not in numbers or cause.diagnosis is not None:
                 continue
+            if not isinstance(cause.problem, Problem):
+                continue  # the named faults are those of attention to padded tensors
             self.store.replace(dataclasses.replace(cause, diagnosis={}))
-            beside = [] if cause.passing is None else [cause.passing]
+            beside = [cause.passing] if isinstance(cause.passing, Problem) else []
             found = diagnose(runner.subject, cause.problem, also=beside, run=run).record()
             for now in self.store.known():
                 if now.number == self.store.number(cause.number):

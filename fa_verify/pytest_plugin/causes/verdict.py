@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fa_verify.oracles.guarantee import G5, G12, guarantee_of
+from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
-from fa_verify.properties.search.features import Feature, is_soft, phrase
 
 __all__ = [
     "Counts",
@@ -90,8 +91,8 @@ _ABOUT = {
 }
 # The subject of the title of a cause that another call than the problem's shows, by the check.
 _OF_CHECKS = {
-    "G5": "Values in hidden keys and rows",
-    "G12": "Offsets that pass 2**31 elements",
+    G5.key: "Values in hidden keys and rows",
+    G12.key: "Offsets that pass 2**31 elements",
 }
 # Features of masks that hide keys.
 _HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
@@ -118,7 +119,7 @@ def title(cause: RootCause) -> str:
     about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
     one = first is None
     named = features[1:]
-    if of_check := _OF_CHECKS.get(cause.guarantee.partition(" ")[0]):
+    if of_check := _OF_CHECKS.get(guarantee_of(cause.guarantee)):
         about, one, named = of_check, False, features
     beyond = [phrase(x) for x in named if x.name != "several heads"]
     also = f", with {' and '.join(beyond)}" if beyond else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import platform
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import Check
+from fa_verify.oracles.call import Call, changed
+from fa_verify.properties.checks.claims import Check
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.search.corpus import Cause, CorpusEntry, keep
 from fa_verify.properties.search.search import Runner
@@ -55,9 +54,9 @@ class Hunter(Runner):
         self.cause: Cause | None = None
         # Whether the last problem failed with a cause other than this turn's.
         self.passed_over = False
-        self._failed: set[tuple[Cause, Problem]] = set()
+        self._failed: set[tuple[Cause, Call]] = set()
 
-    def findings(self, problem: Problem, claim: Check) -> list[Finding]:
+    def findings(self, problem: Call, claim: Check) -> list[Finding]:
         """Return the findings of ``Runner.findings`` if they have this turn's cause.
 
         Raises:
@@ -87,11 +86,11 @@ class Hunter(Runner):
         """Save the finding's problem if it is the smallest one with its cause so far."""
         self._failed.add((cause, finding.problem))
 
-        def still_fails(problem: Problem) -> bool:
+        def still_fails(problem: Call) -> bool:
             # A problem that failed once counts as failing, even if the kernel fails only sometimes.
             if (cause, problem) in self._failed:
                 return True
-            here = dataclasses.replace(problem, device=finding.problem.device)
+            here: Call = changed(problem, device=finding.problem.device)
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
         entry = CorpusEntry.of(finding, _versions())

@@ -135,7 +135,7 @@ class Fuzzing:
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         """Deselect the tests that do not draw problems, except the regressions."""
-        drawn = [item for item in items if "for_all" in getattr(item, "fixturenames", ())]
+        drawn = [item for item in items if "drawing" in getattr(item, "fixturenames", ())]
         self._drawing = len(drawn)
         kept = [item for item in items if is_regression(item.nodeid)] + drawn
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

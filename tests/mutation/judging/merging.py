@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from fa_verify.properties.checks.ring import ring
+
 from fa_verify.diagnosis.mutant import Kill
+from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.merge_problem import MergeProblem
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.merging import MERGES, found_in
-from fa_verify.properties.checks.ring import ring
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.subjects.subject import Subject
 

@@ -15,12 +15,13 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import BY_NAME, CLOSED_FORM, STATISTICS, Check
+from fa_verify.properties.checks.claims import BY_NAME, Check, checks_of
 from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 
 # Checks, in the order in which they run on a trial.
+_OF_ORDINARY = tuple(checks_of("statistics", "closed forms"))
 CHECKS: dict[str, Check] = {
     "T3": BY_NAME["T3"], **BY_NAME, **SAME_BITS,
 }  # fmt: skip
@@ -248,14 +249,14 @@ STEPS: tuple[Step, ...] = (
     _step(N=4120, M=7, D=3, Dv=3, mask=PrefixLM(prefix=5)),
     _step(M=4120, N=7, D=3, Dv=3),
     # Ordinary data, for the statistical and closed-form checks.
-    *(_step(*STATISTICS, *CLOSED_FORM, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
+    *(_step(*_OF_ORDINARY, H=2, M=128, N=96, D=32, Dv=32, dtype=dtype, config="64x32")
       for dtype in ("bf16", "fp16")),
 )  # fmt: skip
 
 # Ordinary 16-bit data, for faults below a worst-case bound: many rows, and a window of six hundred
 # keys, so that one key contributes little.
 ORDINARY: tuple[Step, ...] = (
-    *(Step(Problem(dtype=dtype, **fields), ("G1", "limit", *STATISTICS, *CLOSED_FORM, "G9"))
+    *(Step(Problem(dtype=dtype, **fields), ("G1", "limit", *_OF_ORDINARY, "G9"))
       for fields in (
         {"H": 2, "Hk": 2, "M": 192, "N": 160, "D": 32, "Dv": 32, "config": "64x32"},
         {"H": 6, "M": 32, "N": 700, "mask": Mask(window_left=600), "config": "32x64"},

@@ -14,7 +14,7 @@ from types import ModuleType
 from fa_verify.diagnosis.copies import load
 from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import PlannedRun, SubjectError, Trial, plan_run
+from fa_verify.properties.execution.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
@@ -221,7 +221,7 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def _findings(check: str, trial: Trial) -> list[str]:
+def _findings(check: str, trial: AttentionTrial) -> list[str]:
     """At most one finding of a check, as text; an exception in a second run is a finding."""
     try:
         found: list[Finding] = CHECKS[check](trial)

@@ -11,12 +11,12 @@ import torch
 from benchmarks import power
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 
 CASE = power.Case("normal", "fp32", 128)
 
 
-def trial_of(case: power.Case = CASE, seed: int = 1) -> Trial:
+def trial_of(case: power.Case = CASE, seed: int = 1) -> AttentionTrial:
     trial = run_trial(power.subject_of(case), case.problem(seed, "cpu", rows=96))
     assert trial is not None
     return trial
@@ -83,7 +83,7 @@ def test_a_limit_is_found_in_99_of_100_seeds(
 def test_a_false_alarm_fails_the_command_and_prints_its_replay_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path
 ) -> None:
-    def too_sharp(trial: Trial) -> list[Finding]:
+    def too_sharp(trial: AttentionTrial) -> list[Finding]:
         return accuracy(power.changed(trial, "everything", {"dq": 1.0}))
 
     monkeypatch.setattr(power, "ROOT", tmp_path)

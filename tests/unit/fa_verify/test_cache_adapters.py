@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fa_kernels
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.caches import CACHES, found_in_cache

@@ -14,7 +14,7 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import GUARANTEES
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs import families, sampling
 from fa_verify.properties.subjects.subject import Subject
@@ -68,7 +68,7 @@ def test_the_family_of_the_page_makes_problems(code_of, monkeypatch):
     assert torch.equal(family(problem).k[..., 1::2, :], -plain[..., 1::2, :])
     trial = run_trial(Subject.of(Eager(), "eager"), problem)
     assert trial is not None
-    assert GUARANTEES["G1"](trial) == []
+    assert checks_of("call")["G1"](trial) == []
 
 
 @pytest.mark.parametrize(("subject", "count"), [(Eager(), 0), (Doubled(), 1)])

@@ -27,8 +27,8 @@ import fa_verify
 from docs import tables
 from fa_verify import attention_kernel
 from fa_verify.__main__ import parsed
+from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
-from fa_verify.pytest_plugin.findings.asked import GUARANTEES
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 ROOT = Path(__file__).parents[3]

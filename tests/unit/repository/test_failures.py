@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs.failures import SECTIONS
-from fa_verify.pytest_plugin.findings.asked import GUARANTEES
+from fa_verify.oracles.guarantee import GUARANTEES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "failure-messages.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from fa_verify.oracles.merge_problem import MergeProblem
+from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.reference.merging import merged
 from fa_verify.properties.inputs.states import make_states
 

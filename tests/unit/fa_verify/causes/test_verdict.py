@@ -9,8 +9,8 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.search.causes import RootCause
-from fa_verify.properties.search.features import Feature
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import (
     Counts,

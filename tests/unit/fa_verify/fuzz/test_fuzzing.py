@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
@@ -222,22 +222,22 @@ def kept(hunter) -> list[Problem]:
 
 def test_the_first_problem_that_fails_is_on_disk_at_once(hunter):
     hunt = hunter()
-    assert hunt.findings(LARGER, guarantees.accuracy)
+    assert hunt.findings(LARGER, claims.accuracy)
     assert kept(hunt) == [LARGER]
 
 
 def test_the_smaller_takes_its_place_and_the_larger_does_not(hunter):
     hunt = hunter()
     for problem in (LARGER, PROBLEM, LARGER):
-        assert hunt.findings(problem, guarantees.accuracy)
+        assert hunt.findings(problem, claims.accuracy)
     assert kept(hunt) == [PROBLEM]
     assert hunt.causes.files() == [*hunt.folder.glob("*")]
 
 
 def test_a_cause_that_is_known_is_passed_over(hunter):
-    hunter().findings(PROBLEM, guarantees.accuracy)
+    hunter().findings(PROBLEM, claims.accuracy)
     second = hunter()
-    assert second.findings(LARGER, guarantees.accuracy) == []
+    assert second.findings(LARGER, claims.accuracy) == []
     assert second.passed_over
     assert kept(second) == [PROBLEM]
 
@@ -245,11 +245,11 @@ def test_a_cause_that_is_known_is_passed_over(hunter):
 def test_a_search_holds_to_its_cause_and_keeps_another_as_it_is(hunter):
     hunt = hunter()
     hunt.cause = Cause("G1", "dq", "inner")
-    assert hunt.findings(LARGER, guarantees.accuracy) == []
+    assert hunt.findings(LARGER, claims.accuracy) == []
     assert hunt.passed_over
     assert kept(hunt) == [LARGER]
     # The next turn to fail with that cause minimises its problem.
-    assert hunter().findings(PROBLEM, guarantees.accuracy)
+    assert hunter().findings(PROBLEM, claims.accuracy)
     assert kept(hunt) == [PROBLEM]
 
 
@@ -284,20 +284,20 @@ class RaisesAt(WrongAt):
     ids=["fails", "mended", "fails otherwise"],
 )
 def test_a_find_of_an_earlier_run_gives_way_if_it_still_fails(hunter, tmp_path, now, stays):
-    hunter(WrongAt(LARGER.N)).findings(LARGER, guarantees.accuracy)
+    hunter(WrongAt(LARGER.N)).findings(LARGER, claims.accuracy)
     for file in (tmp_path / "run").iterdir():
         file.unlink()
-    hunter(now).findings(PROBLEM, guarantees.accuracy)
+    hunter(now).findings(PROBLEM, claims.accuracy)
     assert {*kept(hunter())} == ({PROBLEM, LARGER} if stays else {PROBLEM})
 
 
 def test_a_kernel_that_fails_now_and_then_has_one_file(hunter):
     attention = Eager("out scaled")
     hunt = hunter(attention)
-    assert hunt.findings(LARGER, guarantees.accuracy)
-    found = Runner(hunt.subject, Tally()).findings(PROBLEM, guarantees.accuracy)
+    assert hunt.findings(LARGER, claims.accuracy)
+    found = Runner(hunt.subject, Tally()).findings(PROBLEM, claims.accuracy)
     attention.fault = ""
-    hunt._keep(hunt.cause, found[0], guarantees.accuracy)
+    hunt._keep(hunt.cause, found[0], claims.accuracy)
     assert kept(hunt) == [PROBLEM]
 
 
@@ -326,11 +326,11 @@ def test_a_search_ends_with_the_run_at_once(hunter, clock):
 
 def test_a_failure_is_minimised_past_the_end_of_the_run(hunter, clock):
     hunt = hunter()
-    hunt.findings(LARGER, guarantees.accuracy)
+    hunt.findings(LARGER, claims.accuracy)
     clock.start(-1)
-    assert hunt.findings(PROBLEM, guarantees.accuracy)
+    assert hunt.findings(PROBLEM, claims.accuracy)
     clock.stop()
-    assert hunt.findings(Problem(dtype="fp64"), guarantees.accuracy) == []
+    assert hunt.findings(Problem(dtype="fp64"), claims.accuracy) == []
     assert kept(hunt) == [PROBLEM]
 
 
@@ -339,7 +339,7 @@ def test_a_search_ends_at_the_problem_that_is_kept(hunter):
     sizes = st.integers(1, 40)
     drawn = st.builds(Problem, M=sizes, N=sizes, dtype=st.just("fp64"))
     with pytest.raises(Violation) as info:
-        attack(hunt, guarantees.accuracy, drawn, seed="", settings=draws(20))
+        attack(hunt, claims.accuracy, drawn, seed="", settings=draws(20))
     reported = info.value.findings[0]
     (path,) = [file for file in hunt.causes.files() if CorpusEntry.read(file).cause == hunt.cause]
     assert CorpusEntry.read(path).problem == reported.problem

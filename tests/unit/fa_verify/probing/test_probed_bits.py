@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa_verify.__main__ import main
-from fa_verify.oracles.any_problem import problem_from_json
+from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing import same_bits, trying
 from fa_verify.probing.probe import probe, refuted
@@ -195,7 +195,7 @@ def test_the_first_size_at_which_bits_over_a_cache_differ_is_found(fault):
         answer = probed[f"same_bits_{word}"]
         assert answer.value is (word != fault), answer
         assert "pages of 16 rows" in answer.evidence
-        assert problem_from_json(answer.replay).page_size == 16
+        assert call_from_json(answer.replay).page_size == 16
     if fault:
         assert CACHE_FAULTS[fault][1] in probed[f"same_bits_{fault}"].evidence
     assert probed["same_bits"].value == tuple(word for word in CACHE_FAULTS if word != fault)

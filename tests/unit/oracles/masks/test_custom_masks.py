@@ -30,9 +30,9 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.masks.tree import Tree
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks
+from fa_verify.properties.kinds.reductions import reductions
 from fa_verify.properties.problems.mask_classes import check_mask_class, draw_instance
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.minimize import reductions
 from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.loading import load_mask
 

@@ -16,8 +16,8 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.score_mods import Additions
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
@@ -128,21 +128,28 @@ def test_slopes_are_made_only_for_problems_with_alibi():
         make(Problem(alibi="odd"))
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
+@pytest.mark.parametrize("name", checks_of("call", "statistics", "closed forms"))
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
-    assert found(Falling(), ASKED, {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]) == []
+    assert (
+        found(
+            Falling(),
+            ASKED,
+            checks_of("call", "statistics", "closed forms")[name],
+        )
+        == []
+    )
 
 
 def test_a_distance_from_the_first_key_is_found():
     # Below the diagonal the two distances differ by a constant for each row.
     both_sides = dataclasses.replace(ASKED, mask=Mask())
-    findings = found(Falling("ALiBi from the first key"), both_sides, guarantees.accuracy)
+    findings = found(Falling("ALiBi from the first key"), both_sides, claims.accuracy)
     assert {x.output for x in findings} == {"out", "lse", "dq", "dk", "dv"}
     assert '"alibi":"normal"' in findings[0].replay
     level = dataclasses.replace(ASKED, M=4, mask=Mask())
-    assert found(Falling("ALiBi from the first key"), level, guarantees.accuracy) == []
+    assert found(Falling("ALiBi from the first key"), level, claims.accuracy) == []
 
 
 def test_errors_of_rows_that_few_keys_take_follow_no_average():

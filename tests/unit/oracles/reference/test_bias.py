@@ -18,8 +18,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, OF_ADDED, STATISTICS
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
@@ -149,33 +149,42 @@ def test_problems_that_share_a_bias_are_not_batched():
     assert torch.equal(whole[entries : 2 * entries], part)
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM, *OF_ADDED])
+@pytest.mark.parametrize(
+    "name",
+    checks_of("call", "statistics", "closed forms", "added"),
+)
 def test_a_right_subject_holds_every_guarantee(name):
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
+    problem = MEASURED if name in {*checks_of("statistics", "closed forms")} else ASKED
     assert (
-        found(Biased(), problem, {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_ADDED}[name])
+        found(
+            Biased(),
+            problem,
+            {
+                **checks_of("call", "statistics", "closed forms", "added"),
+            }[name],
+        )
         == []
     )
 
 
 def test_a_bias_of_another_head_is_found():
-    findings = found(Biased("bias of the head before"), ASKED, guarantees.accuracy)
+    findings = found(Biased("bias of the head before"), ASKED, claims.accuracy)
     assert {x.output for x in findings} >= {"out", "lse"}
     assert '"bias":"normal/hmn"' in findings[0].replay
 
 
 def test_a_gradient_that_is_not_summed_is_found():
     wrong = Biased("dbias of the first entry alone")
-    assert found(wrong, ASKED, guarantees.accuracy) == []
-    [finding] = found(wrong, ASKED, OF_ADDED["dbias"])
+    assert found(wrong, ASKED, claims.accuracy) == []
+    [finding] = found(wrong, ASKED, checks_of("added")["dbias"])
     assert (finding.guarantee, finding.output) == ("G1 accuracy", "dbias")
     assert str(finding).startswith("G1 accuracy: dbias of subject leaves the derived bound")
 
 
 def test_a_gradient_of_nan_is_found():
-    [finding] = found(Biased("dbias is NaN"), ASKED, OF_ADDED["dbias"])
+    [finding] = found(Biased("dbias is NaN"), ASKED, checks_of("added")["dbias"])
     assert math.isnan(finding.got)
 
 

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 import torch
 
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import caches, numpy_caches

@@ -14,8 +14,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
@@ -111,9 +111,9 @@ def test_a_gradient_counts_among_the_terms_and_in_the_spread():
         assert measure(inputs).mean() > 2 * measure(inputs._replace(dlse=None)).mean()
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
+@pytest.mark.parametrize("name", checks_of("call", "statistics", "closed forms"))
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
+    check = checks_of("call", "statistics", "closed forms")[name]
     if name == "G12":
         pytest.skip("needs much memory")
     for problem in (ASKED, MEASURED, dataclasses.replace(ASKED, dout="zero", dlse="constant")):
@@ -121,17 +121,15 @@ def test_a_right_subject_holds_every_guarantee(name):
 
 
 def test_a_gradient_that_is_ignored_is_found_in_dq_and_dk():
-    findings = found(Ignored(), ASKED, guarantees.accuracy)
+    findings = found(Ignored(), ASKED, claims.accuracy)
     assert [x.output for x in findings] == ["dq", "dk"]
     assert '"dlse":"normal"' in findings[0].replay
 
 
 def test_a_gradient_of_empty_rows_is_found():
     empty = Problem(M=3, N=2, dtype="fp64", mask=Mask(causal=True))
-    assert found(OfEmptyRows(), empty, guarantees.accuracy) == []
-    [first, *_] = found(
-        OfEmptyRows(), dataclasses.replace(empty, dlse="normal"), guarantees.empty_rows
-    )
+    assert found(OfEmptyRows(), empty, claims.accuracy) == []
+    [first, *_] = found(OfEmptyRows(), dataclasses.replace(empty, dlse="normal"), claims.empty_rows)
     assert (first.guarantee, first.output) == ("G3 empty rows", "dq")
 
 
@@ -144,9 +142,9 @@ def test_a_loss_on_lse_alone_leaves_out_alone():
             return out, lse
 
     problem = dataclasses.replace(ASKED, dout="zero")
-    assert found(Alone(), problem, guarantees.accuracy) == []
+    assert found(Alone(), problem, claims.accuracy) == []
     with pytest.raises(pytest.fail.Exception):
-        found(Alone(), ASKED, guarantees.accuracy)
+        found(Alone(), ASKED, claims.accuracy)
 
 
 def test_a_subject_that_does_not_declare_lse_grad_excludes_dlse():
@@ -163,7 +161,7 @@ def test_a_subject_that_declares_lse_grad_without_having_it_fails():
         def spoil(self, out, lse, live, N, config):
             return out, lse.detach()
 
-    [finding] = found(Boasting(), ASKED, guarantees.accuracy)
+    [finding] = found(Boasting(), ASKED, claims.accuracy)
     assert "declares lse_grad=False" in str(finding)
 
 

@@ -19,8 +19,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, OF_ADDED, STATISTICS
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
@@ -123,20 +123,25 @@ def found(subject, problem, claim):
     return Runner(Subject.of(subject, "subject"), Tally()).findings(problem, claim)
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM, *OF_ADDED])
+@pytest.mark.parametrize(
+    "name",
+    checks_of("call", "statistics", "closed forms", "added"),
+)
 @pytest.mark.parametrize("family", SINKS)
 def test_a_right_subject_holds_every_guarantee(name, family):
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
-    checks = {**GUARANTEES, **STATISTICS, **CLOSED_FORM, **OF_ADDED}
+    problem = MEASURED if name in {*checks_of("statistics", "closed forms")} else ASKED
+    checks = {
+        **checks_of("call", "statistics", "closed forms", "added"),
+    }
     assert found(Sunk(), dataclasses.replace(problem, sinks=family), checks[name]) == []
 
 
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"M": 0}, {"B": 0}], ids=str)
 def test_a_right_subject_lies_within_the_bound_of_sizes_of_zero(sizes):
     problem = dataclasses.replace(ASKED, mask=Mask(), **sizes)
-    assert found(Sunk(), problem, guarantees.accuracy) == []
+    assert found(Sunk(), problem, claims.accuracy) == []
 
 
 def test_without_keys_lse_is_the_sink_and_takes_its_gradient():
@@ -153,15 +158,15 @@ def test_without_keys_lse_is_the_sink_and_takes_its_gradient():
 @pytest.mark.parametrize("fault", ["sink of the head before", "lse without the sink"])
 def test_a_wrong_sink_is_found(fault):
     problem = dataclasses.replace(ASKED, sinks="ordinary")
-    findings = found(Sunk(fault), problem, guarantees.accuracy)
+    findings = found(Sunk(fault), problem, claims.accuracy)
     assert findings
     assert '"sinks":"ordinary"' in findings[0].replay
 
 
 def test_a_gradient_that_is_not_summed_is_found():
     wrong = Sunk("dsinks of the first entry alone")
-    assert found(wrong, ASKED, guarantees.accuracy) == []
-    [finding] = found(wrong, ASKED, OF_ADDED["dsinks"])
+    assert found(wrong, ASKED, claims.accuracy) == []
+    [finding] = found(wrong, ASKED, checks_of("added")["dsinks"])
     assert (finding.guarantee, finding.output) == ("G1 accuracy", "dsinks")
 
 

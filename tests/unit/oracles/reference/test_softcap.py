@@ -20,8 +20,8 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.softcap import capped, slope
-from fa_verify.properties.checks import guarantees
-from fa_verify.properties.checks.guarantees import CLOSED_FORM, GUARANTEES, STATISTICS
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
@@ -185,21 +185,21 @@ def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     assert cap.slope_error[-1] == 4 * c.ftz
 
 
-@pytest.mark.parametrize("name", [*GUARANTEES, *STATISTICS, *CLOSED_FORM])
+@pytest.mark.parametrize("name", checks_of("call", "statistics", "closed forms"))
 def test_a_right_subject_holds_every_guarantee(name):
-    check = {**GUARANTEES, **STATISTICS, **CLOSED_FORM}[name]
+    check = checks_of("call", "statistics", "closed forms")[name]
     if name == "G12":
         pytest.skip("needs much memory")
-    problem = MEASURED if name in {*STATISTICS, *CLOSED_FORM} else ASKED
+    problem = MEASURED if name in {*checks_of("statistics", "closed forms")} else ASKED
     assert found(Rounding(), problem, check) == []
 
 
 def test_a_slope_that_is_left_out_is_found_in_dq_and_dk():
     flat = Rounding("no slope of a softcap")
-    findings = found(flat, ASKED, guarantees.accuracy)
+    findings = found(flat, ASKED, claims.accuracy)
     assert [x.output for x in findings] == ["dq", "dk"]
     assert '"softcap":0.7' in findings[0].replay
-    assert found(flat, dataclasses.replace(ASKED, softcap=None), guarantees.accuracy) == []
+    assert found(flat, dataclasses.replace(ASKED, softcap=None), claims.accuracy) == []
 
 
 def test_the_sum_of_dk_is_not_checked_with_a_softcap():

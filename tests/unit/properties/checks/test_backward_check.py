@@ -11,8 +11,8 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import OF_ADDED, accuracy, backward
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.checks.claims import accuracy, backward, checks_of
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
 
@@ -36,7 +36,7 @@ FAULTS = [
 ]
 
 
-def trial_of(problem: Problem, fault: str = "", **declared: object) -> Trial:
+def trial_of(problem: Problem, fault: str = "", **declared: object) -> AttentionTrial:
     subject = Subject.of(FlashAttention2(fault), "emulated")
     trial = run_trial(dataclasses.replace(subject, **declared), problem)
     assert trial is not None
@@ -98,7 +98,7 @@ def test_a_finding_names_what_was_read() -> None:
     assert "must be exact" in message
 
 
-def with_forward(trial: Trial, **outputs: torch.Tensor | None) -> Trial:
+def with_forward(trial: AttentionTrial, **outputs: torch.Tensor | None) -> AttentionTrial:
     return dataclasses.replace(trial, got=trial.got._replace(**outputs))
 
 
@@ -116,7 +116,7 @@ def test_what_is_not_read_or_not_returned_is_not_conditioned_on() -> None:
     assert backward(with_forward(wrong, lse=None))
     assert backward(with_forward(right, lse=None)) == []
 
-    def declares(trial: Trial, *reads: str) -> Trial:
+    def declares(trial: AttentionTrial, *reads: str) -> AttentionTrial:
         numerics = Numerics(backward_reads=reads)
         return dataclasses.replace(
             trial, subject=dataclasses.replace(trial.subject, numerics=numerics)
@@ -152,7 +152,7 @@ def test_automatic_differentiation_has_to_be_declared(reads: tuple[str, ...]) ->
     trial = run_trial(subject, problem)
     assert trial is not None
     assert accuracy(trial) == []
-    found = [*backward(trial), *OF_ADDED["dbias"](trial)]
+    found = [*backward(trial), *checks_of("added")["dbias"](trial)]
     assert {x.output for x in found} == ({"dq", "dk", "dv", "dbias"} if reads else set())
     assert {x.guarantee for x in found} <= {"backward given the forward"}
 

@@ -8,16 +8,20 @@ import math
 import pytest
 import torch
 
-from fa_verify.oracles.any_problem import problem_from_json
-from fa_verify.oracles.cache_problem import CacheProblem
+from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.caches import CACHES, found_in_cache
+from fa_verify.properties.checks.claims import checks_of, claims_of
+from fa_verify.properties.kinds.registry import KINDS
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported_caches import cached
+from fa_verify.properties.subjects.supported import ExcludedError
+from fa_verify.properties.subjects.supported_caches import cached, hidden_first, lengthened
+from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.problems.sampling import drawn
 
+CACHES = checks_of(kind="cache")
 MASK = Mask(causal=True, seqlens_k=(21, 9))
 ATTENTION = Problem(B=2, H=2, N=24, M=3, D=8, Dv=5, dtype="fp32", mask=MASK, seed=3)
 PROBLEM = CacheProblem(attention=ATTENTION, page_size=4, new=3, shared=1, spare=2)
@@ -132,8 +136,10 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
     return perturbed(found, max(k_cache.stride(0), v_cache.stride(0)) > 2**20)
 
 
+# Calls as they are drawn for a check, where it needs more than PROBLEM has.
+DRAWN = {"hidden tiles": lambda problem: hidden_first(problem, 17), "many keys": lengthened}
 WRONG = {
-    "accuracy": drops_the_append, "hidden tiles": starts_at_0, "many keys": folds_the_table,
+    "accuracy": drops_the_append, "written": drops_the_append, "hidden tiles": starts_at_0, "many keys": folds_the_table,
     "pages": rounds_by_places, "page sizes": rounds_by_pages, "free rows": reads_free_rows,
     "append": appends_badly, "nothing cached": hides_empty_rows,
     "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
@@ -141,9 +147,15 @@ WRONG = {
 }  # fmt: skip
 
 
+def asked(check: str, problem: CacheProblem) -> CacheProblem:
+    """A call that a check is drawn for."""
+    return DRAWN.get(check, lambda x: x)(problem)
+
+
 def claimed(check: str, function=None) -> str:
     """The first finding of each claim of a check, about its fault or another one."""
-    findings = found_in_cache(subject_of(function or WRONG[check]), PROBLEM, CACHES[check])
+    subject = subject_of(function or WRONG[check])
+    findings = found_on(subject, asked(check, PROBLEM), CACHES[check])
     return "\n".join({x.claim: str(x) for x in findings[::-1]}.values())
 
 
@@ -161,36 +173,43 @@ def subject_of(function, **declared) -> Subject:
 
 @pytest.mark.parametrize("check", CACHES)
 def test_a_check_finds_its_fault_and_passes_a_correct_subject(check):
-    assert found_in_cache(subject_of(attend), PROBLEM, CACHES[check]) == []
-    findings = found_in_cache(subject_of(WRONG[check]), PROBLEM, CACHES[check])
+    problem = asked(check, PROBLEM)
+    assert found_on(subject_of(attend), problem, CACHES[check]) == []
+    findings = found_on(subject_of(WRONG[check]), problem, CACHES[check])
     assert findings
     assert str(findings[0])
 
 
 def test_every_check_is_listed():
-    assert [*CACHES] == [*WRONG]
+    assert {*CACHES} == {*WRONG}
 
 
 @pytest.mark.parametrize("one_query", [False, True])
 def test_low_scores_are_asked_for_behind_a_window(one_query):
     calls = []
 
-    def records(q, k_cache, v_cache, *, k, cache_seqlens, causal, window_size, **given):
-        held = [x + k.shape[2] for x in cache_seqlens.tolist()]
+    def records(q, k_cache, v_cache, *, cache_seqlens, causal, window_size, k=None, **given):
+        held = [x + (0 if k is None else k.shape[2]) for x in cache_seqlens.tolist()]
         calls.append((q.shape[2], held, causal, window_size))
         return attend(
             q, k_cache, v_cache, k=k, cache_seqlens=cache_seqlens, causal=causal,
             window_size=window_size, **given,
         )  # fmt: skip
 
-    subject = subject_of(records, score_mods=("softcap",), one_query=one_query)
-    attention = dataclasses.replace(ATTENTION, seed=24, softcap=1.5)
-    problem = dataclasses.replace(PROBLEM, attention=attention)
-    assert _told(subject, problem, "hidden tiles") == []
-    assert calls == [(1 if one_query else 17, [54, 42], True, (3, None))]
-    unwindowed = subject_of(records, masks=("causal",))
-    told = _told(unwindowed, problem, "hidden tiles")
-    assert told == ["refused: attention declares masks ('causal',)"]
+    subject = subject_of(records, one_query=one_query, dtypes=("fp32",))
+    draw = KINDS["cache"].draw
+    needs = claims_of(kind="cache")["hidden tiles"].needs
+    for problem in drawn(draw(subject, dtype="fp32", device="cpu", **needs), 5):
+        assert _told(subject, problem, "hidden tiles") == []
+        assert (problem.attention.inputs, problem.attention.softcap) == ("lse_low_130", None)
+    for rows, held, causal, (left, right) in calls:
+        assert rows == (1 if one_query else 17)
+        assert min(held) >= 33
+        assert causal
+        assert 0 <= left < 21
+        assert right is None
+    with pytest.raises(ExcludedError, match=r"declares masks \('causal',\)"):
+        draw(subject_of(records, masks=("causal",)), dtype="fp32", device="cpu", **needs)
 
 
 def test_a_subject_that_writes_to_the_table_is_found():
@@ -198,15 +217,15 @@ def test_a_subject_that_writes_to_the_table_is_found():
         page_table.add_(0 * page_table).fill_(0)
         return attend(q, k_cache, v_cache, page_table=page_table, **given)
 
-    findings = found_in_cache(subject_of(wrong), PROBLEM, CACHES["accuracy"])
+    findings = found_on(subject_of(wrong), PROBLEM, CACHES["accuracy"])
     assert "page_table differs" in str(findings[0])
 
 
 def test_a_replay_line_holds_the_whole_problem():
-    (finding, *_) = found_in_cache(subject_of(drops_the_append), PROBLEM, CACHES["accuracy"])
+    (finding, *_) = found_on(subject_of(drops_the_append), PROBLEM, CACHES["accuracy"])
     line = str(finding).splitlines()[-1]
     assert line == f"  replay: pytest --replay='{PROBLEM.to_json()}'"
-    assert problem_from_json(PROBLEM.to_json()) == PROBLEM
+    assert call_from_json(PROBLEM.to_json()) == PROBLEM
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,7 @@ def test_a_replay_line_holds_the_whole_problem():
 )
 def test_a_malformed_problem_is_refused(record):
     with pytest.raises(ValueError, match=r"problem|needs"):
-        problem_from_json(record)
+        call_from_json(record)
 
 
 # Wrong by less than the bound.
@@ -242,15 +261,15 @@ def test_bits_are_compared_where_they_are_promised_alone(check, is_wrong):
         out, lse = attend(q, k_cache, v_cache, **given)
         return (out.nextafter(out + 1) if is_wrong(q=q, k_cache=k_cache) else out), lse
 
-    assert found_in_cache(subject_of(slightly_wrong), PROBLEM, CACHES[check])
+    assert found_on(subject_of(slightly_wrong), PROBLEM, CACHES[check])
     silent = subject_of(slightly_wrong, same_bits=())
-    assert found_in_cache(silent, PROBLEM, CACHES[check]) == []
+    assert found_on(silent, PROBLEM, CACHES[check]) == []
 
     def grossly_wrong(q, k_cache, v_cache, **given):
         out, lse = attend(q, k_cache, v_cache, **given)
         return (out * 1.01 if is_wrong(q=q, k_cache=k_cache) else out), lse
 
-    assert found_in_cache(subject_of(grossly_wrong, same_bits=()), PROBLEM, CACHES[check])
+    assert found_on(subject_of(grossly_wrong, same_bits=()), PROBLEM, CACHES[check])
 
 
 def paged(q, k_cache, v_cache, *, cache_seqlens, page_table):
@@ -289,11 +308,15 @@ def test_a_kernel_of_caches_alone_is_called_with_what_it_declares():
     assert decode.reads_caches_alone
     assert decode.cache_keywords == ("cache_seqlens", "page_table")
     assert "cache=('paged',)" in decode.declared()
-    refused = [
-        check for check in CACHES if _told(decode, plain(), check) != []
-    ]  # fmt: skip
-    # It takes no window, and one row has no chunks.
-    assert refused == ["hidden tiles", "decoding"]
+    for check in CACHES:
+        assert _told(decode, plain(), check) == []
+    # One row has no chunks, and it takes no window.
+    trial = KINDS["cache"].run(decode, plain())
+    assert CACHES["decoding"](trial) == []
+    assert [*trial.asked] == ["I3"]
+    needs = claims_of(kind="cache")["hidden tiles"].needs
+    with pytest.raises(ExcludedError, match="declares masks"):
+        KINDS["cache"].draw(decode, dtype="fp32", device="cpu", **needs)
     with pytest.raises(NotImplementedError, match="takes no padded tensors"):
         decode.run(*[torch.zeros(1, 1, 1, 8)] * 3, Problem(D=8, Dv=8, M=1, N=1))
 
@@ -301,7 +324,7 @@ def test_a_kernel_of_caches_alone_is_called_with_what_it_declares():
 def _told(subject, problem, check) -> list[str]:
     """The findings of a check, or the reason why the subject refuses it."""
     try:
-        return list(map(str, found_in_cache(subject, problem, CACHES[check])))
+        return list(map(str, found_on(subject, problem, CACHES[check])))
     except NotImplementedError as reason:
         return [f"refused: {reason}"]
 
@@ -348,7 +371,7 @@ def test_problems_are_drawn_that_the_subject_takes(declared):
     problems = drawn(cached(decode, "fp32", "cpu", ("default",)), 15)
     assert {problem.page_size for problem in problems} == {4, 8}
     for problem in problems:
-        assert found_in_cache(decode, problem, CACHES["accuracy"]) == []
+        assert found_on(decode, problem, CACHES["accuracy"]) == []
 
 
 @pytest.mark.parametrize("kernels", ["fp32", "fp16"])

@@ -11,6 +11,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import closed_form
+from fa_verify.properties.checks.claims import accuracy
 from fa_verify.properties.checks.closed_form import (
     counts,
     doubled_values,
@@ -18,8 +19,7 @@ from fa_verify.properties.checks.closed_form import (
     permuted,
     unit_values,
 )
-from fa_verify.properties.checks.guarantees import accuracy
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 
 LENGTHS = Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9))
@@ -90,7 +90,7 @@ class Eager:
         return torch.where(live, out, 0.0)
 
 
-def trial_of(fault: str = "", problem: Problem = PROBLEM) -> Trial:
+def trial_of(fault: str = "", problem: Problem = PROBLEM) -> AttentionTrial:
     trial = run_trial(Subject.of(Eager(fault), "eager"), problem)
     assert trial is not None
     return trial

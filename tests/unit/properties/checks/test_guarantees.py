@@ -10,7 +10,7 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -35,45 +35,45 @@ def findings(check, fault: str, problem: Problem = CAUSAL):
     return check(trial)
 
 
-@pytest.mark.parametrize("name", guarantees.GUARANTEES)
+@pytest.mark.parametrize("name", claims.checks_of("call"))
 def test_a_correct_subject_passes(name):
-    assert findings(guarantees.GUARANTEES[name], "") == []
+    assert findings(claims.checks_of("call")[name], "") == []
 
 
 @pytest.mark.parametrize(
     ("fault", "check", "output"),
     [
-        ("one element off", guarantees.accuracy, "out"),
-        ("one element off", guarantees.logic, "out"),
-        ("sees one key more", guarantees.accuracy, "lse"),
-        ("lse in base 2", guarantees.accuracy, "lse"),
-        ("NaN in lse", guarantees.accuracy, "lse"),
-        ("NaN in lse", guarantees.finite, "lse"),
-        ("lse of empty rows is 0", guarantees.empty_rows, "lse"),
-        ("dout of empty rows", guarantees.empty_rows, "dv"),
-        ("reads padding", guarantees.dirty_padding, "out"),
-        ("sees one key more", guarantees.hidden_positions, "out"),
-        ("no select on dP", guarantees.hidden_positions, "dq"),
-        ("last row not written", guarantees.full_overwrite, "out"),
-        ("writes past the end", guarantees.full_overwrite, "out"),
-        ("reads past the end", guarantees.reads_in_bounds, "out"),
-        ("v of the first batch entry for all", guarantees.independence, "out"),
-        ("another result every call", guarantees.repeatable, "out"),
-        ("offsets of 32 bits", guarantees.far_offsets, "out"),
-        ("scale of the call before", guarantees.state, "out"),
+        ("one element off", claims.accuracy, "out"),
+        ("one element off", claims.logic, "out"),
+        ("sees one key more", claims.accuracy, "lse"),
+        ("lse in base 2", claims.accuracy, "lse"),
+        ("NaN in lse", claims.accuracy, "lse"),
+        ("NaN in lse", claims.finite, "lse"),
+        ("lse of empty rows is 0", claims.empty_rows, "lse"),
+        ("dout of empty rows", claims.empty_rows, "dv"),
+        ("reads padding", claims.dirty_padding, "out"),
+        ("sees one key more", claims.hidden_positions, "out"),
+        ("no select on dP", claims.hidden_positions, "dq"),
+        ("last row not written", claims.full_overwrite, "out"),
+        ("writes past the end", claims.full_overwrite, "out"),
+        ("reads past the end", claims.reads_in_bounds, "out"),
+        ("v of the first batch entry for all", claims.independence, "out"),
+        ("another result every call", claims.repeatable, "out"),
+        ("offsets of 32 bits", claims.far_offsets, "out"),
+        ("scale of the call before", claims.state, "out"),
     ],
 )
 def test_a_fault_is_caught_on_its_output(fault, check, output):
     problem = CAUSAL
     if fault == "dout of empty rows":
         problem = Problem(M=6, N=3, dtype="fp64", mask=Mask(causal=True))
-    if check is guarantees.independence:
+    if check is claims.independence:
         problem = dataclasses.replace(CAUSAL, seed=1)  # the second entry is computed alone
     assert output in [finding.output for finding in findings(check, fault, problem)]
 
 
 def test_a_finding_says_where_what_and_how_to_replay():
-    (finding,) = findings(guarantees.accuracy, "one element off")
+    (finding,) = findings(claims.accuracy, "one element off")
     message = str(finding)
     assert "G1 accuracy: out of eager leaves the derived bound" in message
     assert "worst at b=1 h=2 m=19 d=1" in message
@@ -97,7 +97,7 @@ def test_terms_that_underflow_may_lose_all_their_digits(error, found):
             trial.judgement, terms=trial.judgement.terms._replace(dv=zeros)
         ),
     )
-    assert [finding.output for finding in guarantees.logic(trial)] == found
+    assert [finding.output for finding in claims.logic(trial)] == found
 
 
 def test_an_output_of_another_dtype_is_refused():
@@ -136,7 +136,7 @@ def test_every_check_keeps_to_the_declared_layouts(layout):
         B=2, H=4, Hk=2, M=5, N=6, D=5, Dv=3, dtype="fp64", layouts=(layout,) * 4, seed=1
     )
     trial = run_trial(Subject.of(Contiguous(), "contiguous"), problem)
-    checks = {**guarantees.GUARANTEES, **guarantees.CLOSED_FORM}
-    assert guarantees.in_turn(checks, unchecked)(trial) == []
+    checks = claims.checks_of("call", "closed forms")
+    assert claims.in_turn(checks, unchecked)(trial) == []
     gaps = f"contiguous declares layouts=('{layout}',), which have no gaps"
     assert unchecked == {"G12": gaps}

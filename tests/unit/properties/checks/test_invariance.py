@@ -11,7 +11,7 @@ from hypothesis import given
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees, invariance
+from fa_verify.properties.checks import claims, invariance
 from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.execution.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.problems.strategies import problems
@@ -32,7 +32,7 @@ PROBLEM = Problem(
 )
 # The problems are small because each runs several times.
 SMALL = {"dtype": "fp64", "max_seqlen": 20, "max_cost": 8, "head_dims": (16, 3, 5)}
-CHECKS = (guarantees.layout, guarantees.independence)
+CHECKS = (claims.layout, claims.independence)
 
 
 def tried(subject, problem: Problem = PROBLEM):
@@ -116,12 +116,12 @@ class Stale(Eager):
 
 @pytest.mark.parametrize("what", ["seed", "M", "N", "H", "D", "sm_scale", "mask", "dtype"])
 def test_a_subject_that_confuses_calls_is_caught_whatever_tells_them_apart(what):
-    found = guarantees.state(tried(Stale(what)))
+    found = claims.state(tried(Stale(what)))
     assert [finding.output for finding in found] == ["out", "dq", "dk", "dv"]
 
 
 def test_a_finding_on_state_says_what_the_call_in_between_was():
-    (finding, *_) = guarantees.state(tried(Stale("N")))
+    (finding, *_) = claims.state(tried(Stale("N")))
     assert finding.guarantee == "G13 state"
     assert finding.claim == "differs after a call with N=6"
     assert finding.problem == PROBLEM
@@ -132,7 +132,7 @@ def test_a_neighbour_that_the_subject_refuses_is_passed_over():
         m_ne_n = False
 
     square = dataclasses.replace(PROBLEM, M=5, mask=Mask())
-    assert guarantees.state(tried(OneLength("sm_scale"), square)) != []
+    assert claims.state(tried(OneLength("sm_scale"), square)) != []
 
 
 class First(Eager):
@@ -156,7 +156,7 @@ class First(Eager):
 
 @pytest.mark.parametrize("what", ["softcap", "alibi_slopes", "bias", "sm_scale", "mask"])
 def test_a_call_that_takes_an_argument_of_the_call_before_is_caught(what):
-    found = guarantees.sequence(tried(First(what), Problem(M=5, N=6, dtype="fp64")))
+    found = claims.sequence(tried(First(what), Problem(M=5, N=6, dtype="fp64")))
     assert found[0].guarantee == "G13 state"
     assert "in a call with" in found[0].claim
     assert found[0].problem == Problem(M=5, N=6, dtype="fp64")
@@ -201,7 +201,7 @@ def recorded(check, trial, monkeypatch):
 def slice_alone(seed: int, monkeypatch):
     """((b, group), its problem, its inputs, the trial) of the slice computed alone."""
     trial = tried(Eager(), dataclasses.replace(PROBLEM, seed=seed))
-    ((problem, inputs),) = recorded(guarantees.independence, trial, monkeypatch)
+    ((problem, inputs),) = recorded(claims.independence, trial, monkeypatch)
     (found,) = (
         (b, group)
         for b in range(PROBLEM.B)
@@ -273,7 +273,7 @@ class _LeakyGradient(torch.autograd.Function):
 @pytest.mark.parametrize("seed", range(4))
 def test_a_leak_between_slices_is_found_in_the_output_it_reaches(what, seed):
     problem = dataclasses.replace(PROBLEM, seed=seed, mask=Mask())
-    found = guarantees.independence(tried(Crosstalk(what), problem))
+    found = claims.independence(tried(Crosstalk(what), problem))
     assert what in [finding.output for finding in found]
     assert {finding.guarantee for finding in found} == {"G9 independence"}
 
@@ -281,12 +281,12 @@ def test_a_leak_between_slices_is_found_in_the_output_it_reaches(what, seed):
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"B": 1, "H": 2, "Hk": 1}], ids=["none", "one"])
 def test_independence_has_nothing_to_check_on_fewer_than_two_slices(sizes, monkeypatch):
     problem = dataclasses.replace(PROBLEM, mask=Mask(), **sizes)
-    assert recorded(guarantees.independence, tried(Eager(), problem), monkeypatch) == []
+    assert recorded(claims.independence, tried(Eager(), problem), monkeypatch) == []
 
 
 def test_layout_runs_on_contiguous_copies_of_the_same_elements(monkeypatch):
     trial = tried(Eager())
-    (_, inputs), *_ = recorded(guarantees.layout, trial, monkeypatch)
+    (_, inputs), *_ = recorded(claims.layout, trial, monkeypatch)
     for before, after in zip(trial.inputs.tensors, inputs.tensors, strict=True):
         assert torch.equal(before, after)
         assert after.is_contiguous()
@@ -313,7 +313,7 @@ class _WrongIfExpanded(torch.autograd.Function):
 def test_a_fault_on_the_gradient_of_a_sum_is_caught(bitwise):
     subject = Expanded()
     subject.bitwise = bitwise
-    found = guarantees.layout(tried(subject))
+    found = claims.layout(tried(subject))
     assert {x.output for x in found} == {"dq", "dk", "dv"}
     assert all(x.claim.startswith("differs between out.sum().backward() and") for x in found)
 
@@ -323,8 +323,7 @@ def test_the_gradient_of_a_sum_is_held_to_a_bound_of_its_own(dout):
     subject = Eager()
     subject.bitwise = ()
     assert (
-        guarantees.layout(tried(subject, dataclasses.replace(PROBLEM, dtype="fp32", dout=dout)))
-        == []
+        claims.layout(tried(subject, dataclasses.replace(PROBLEM, dtype="fp32", dout=dout))) == []
     )
 
 
@@ -332,14 +331,14 @@ def test_the_gradient_of_a_sum_is_that_of_ones_where_bits_are_promised():
     subject = Eager()
     subject.bitwise = ("G8",)
     contiguous = dataclasses.replace(PROBLEM, layouts=("bhsd",) * 4)
-    assert guarantees.layout(tried(subject, contiguous)) == []
+    assert claims.layout(tried(subject, contiguous)) == []
 
 
 def test_a_subject_without_gradients_has_none_of_a_sum(monkeypatch):
     class Forward(Eager):
         backward = False
 
-    assert len(recorded(guarantees.layout, tried(Forward()), monkeypatch)) == 1
+    assert len(recorded(claims.layout, tried(Forward()), monkeypatch)) == 1
 
 
 def test_a_refusal_of_what_was_computed_is_no_refusal(monkeypatch):
@@ -351,11 +350,11 @@ def test_a_refusal_of_what_was_computed_is_no_refusal(monkeypatch):
     with pytest.raises(
         SubjectError, match=r"^NotImplementedError in a second run: once is enough$"
     ):
-        guarantees.repeatable(trial)
+        claims.repeatable(trial)
 
 
 def test_repeatable_runs_on_the_same_problem_and_inputs(monkeypatch):
     trial = tried(Eager())
-    runs = recorded(guarantees.repeatable, trial, monkeypatch)
+    runs = recorded(claims.repeatable, trial, monkeypatch)
     assert len(runs) == 3
     assert all(problem is trial.problem and inputs is trial.inputs for problem, inputs in runs)

@@ -11,7 +11,7 @@ from fa_verify.oracles.bounds import spread
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import accuracy, backward, limits
+from fa_verify.properties.checks.claims import accuracy, backward, limits
 from fa_verify.properties.checks.limits import (
     FAMILIES,
     applies,
@@ -20,7 +20,7 @@ from fa_verify.properties.checks.limits import (
     spreads_of,
 )
 from fa_verify.properties.checks.statistics import bias, rms
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
 
@@ -28,13 +28,13 @@ PROBLEM = Problem(M=192, N=160, D=64, Dv=64, dtype="bf16", seed=3)
 OTHERS = (accuracy, backward, rms, bias)
 
 
-def trial_of(problem: Problem = PROBLEM, **options: object) -> Trial:
+def trial_of(problem: Problem = PROBLEM, **options: object) -> AttentionTrial:
     trial = run_trial(Subject.of(FlashAttention2(**options), "emulated"), problem)
     assert trial is not None
     return trial
 
 
-def faulty(trial: Trial, name: str, change) -> Trial:
+def faulty(trial: AttentionTrial, name: str, change) -> AttentionTrial:
     """The trial with a change of an output, which gets the unrounded one or a close value."""
     changed = change(getattr(trial.got, name).double()).to(getattr(trial.got, name).dtype)
     return dataclasses.replace(trial, got=trial.got._replace(**{name: changed}))
@@ -179,14 +179,14 @@ def test_products_beside_a_dominant_one_may_lose_what_tensor_cores_truncate(monk
     assert {(x.output, x.guarantee) for x in found} == {("out", "limit of sums")}
 
 
-def forward_trial(dtype: str, **changes) -> Trial:
+def forward_trial(dtype: str, **changes) -> AttentionTrial:
     subject = dataclasses.replace(Subject.of(Forward(**changes), "changed"), backward=False)
     trial = run_trial(subject, dataclasses.replace(PROBLEM, dtype=dtype))
     assert trial is not None
     return trial
 
 
-def found(trial: Trial) -> list[str]:
+def found(trial: AttentionTrial) -> list[str]:
     return [finding.guarantee for finding in limits(trial)]
 
 

@@ -14,7 +14,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import masking
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.comparison.agreement import OF_ROWS
-from fa_verify.properties.execution.trial import Trial, run_subject, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_subject, run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -27,20 +27,22 @@ PROBLEM = Problem(
 TENSORS = ("q", "k", "v", "dout")
 
 
-def tried(problem: Problem = PROBLEM) -> Trial:
+def tried(problem: Problem = PROBLEM) -> AttentionTrial:
     trial = run_trial(Subject.of(Eager(), "eager"), problem)
     assert trial is not None
     return trial
 
 
-def with_one_element(trial: Trial, name: str, at: tuple[int, ...], value: float) -> Trial:
+def with_one_element(
+    trial: AttentionTrial, name: str, at: tuple[int, ...], value: float
+) -> AttentionTrial:
     """The trial with another value of one element, in the last column."""
     other = getattr(trial.got, name).clone()
     other[at if name == "lse" else (*at, -1)] = value
     return dataclasses.replace(trial, got=trial.got._replace(**{name: other}))
 
 
-def recorded(check, trial: Trial, monkeypatch) -> list:
+def recorded(check, trial: AttentionTrial, monkeypatch) -> list:
     """The inputs of every further run of a check."""
     seen = []
 

@@ -11,7 +11,7 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import guarantees, memory
+from fa_verify.properties.checks import claims, memory
 from fa_verify.properties.execution import large_memory
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
@@ -128,8 +128,8 @@ class LosesAlone(Eager):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_gradient_that_is_wrong_alone_is_found(name):
     trial = run_trial(Subject.of(LosesAlone(name), "alone"), PROBLEM)
-    assert guarantees.full_overwrite(trial) == []
-    (finding,) = guarantees.gradient_sets(trial)
+    assert claims.full_overwrite(trial) == []
+    (finding,) = claims.gradient_sets(trial)
     assert (finding.guarantee, finding.output) == ("G6 full overwrite", f"d{name}")
     assert f"a backward of d{name} alone" in finding.claim
 
@@ -139,7 +139,7 @@ def test_any_set_of_gradients_of_a_correct_subject_passes(bias):
     subject = Eager()
     subject.score_mods = ("bias",)
     problem = dataclasses.replace(PROBLEM, bias=bias)
-    assert guarantees.gradient_sets(run_trial(Subject.of(subject, "eager"), problem)) == []
+    assert claims.gradient_sets(run_trial(Subject.of(subject, "eager"), problem)) == []
 
 
 class Int32(torch.autograd.Function):
@@ -191,7 +191,7 @@ class WrapsOne(Eager):
 def test_offsets_of_32_bits_in_one_tensor_are_caught_along_every_axis(tensor, seed):
     problem = dataclasses.replace(PROBLEM, seed=seed)
     trial = run_trial(Subject.of(WrapsOne(tensor), "wraps"), problem)
-    found = {finding.guarantee for finding in guarantees.far_offsets(trial)}
+    found = {finding.guarantee for finding in claims.far_offsets(trial)}
     assert found == (set() if tensor == "none" else {"G12 range"})
 
 
@@ -202,7 +202,7 @@ def test_too_little_address_space_is_a_memory_error(monkeypatch):
     trial = run_trial(Subject.of(Eager(), "eager"), PROBLEM)
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(MemoryError, match=r"past 2\*\*31 need 34 GiB of memory on cpu"):
-        guarantees.far_offsets(trial)
+        claims.far_offsets(trial)
 
 
 def test_too_little_gpu_memory_is_a_memory_error(monkeypatch):
@@ -241,7 +241,7 @@ def is_own(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reads_in_bounds_changes_what_surrounds_the_elements_and_nothing_else(layout, monkeypatch):
     problem = dataclasses.replace(PROBLEM, layouts=(layout,) * 4, dirty="noise")
-    first, second = rerun_inputs(guarantees.reads_in_bounds, problem, monkeypatch)
+    first, second = rerun_inputs(claims.reads_in_bounds, problem, monkeypatch)
     for before, after in zip(first, second, strict=True):
         assert torch.equal(before, after)
         assert before.stride() == after.stride()
@@ -252,7 +252,7 @@ def test_reads_in_bounds_changes_what_surrounds_the_elements_and_nothing_else(la
 
 
 def test_far_offsets_changes_no_element(monkeypatch):
-    first, second = rerun_inputs(guarantees.far_offsets, PROBLEM, monkeypatch)
+    first, second = rerun_inputs(claims.far_offsets, PROBLEM, monkeypatch)
     for before, after in zip(first, second, strict=True):
         assert torch.equal(before, after)
         assert max(after.stride()) >= FAR // 20
@@ -297,7 +297,7 @@ class Overruns(Eager):
 )
 def test_an_overrun_names_the_tensor_and_the_place(what, offset, output, where):
     trial = run_trial(Subject.of(Overruns(what, offset), "overruns"), PROBLEM)
-    (finding,) = guarantees.full_overwrite(trial)
+    (finding,) = claims.full_overwrite(trial)
     assert finding.guarantee == "G6 full overwrite"
     assert finding.claim == "is written outside its elements"
     assert (finding.output, finding.where) == (output, where)
@@ -306,14 +306,14 @@ def test_an_overrun_names_the_tensor_and_the_place(what, offset, output, where):
 
 def test_an_element_that_nobody_writes_is_found_where_it_is():
     trial = run_trial(Subject.of(Eager("last row not written"), "eager"), PROBLEM)
-    found = guarantees.full_overwrite(trial)
+    found = claims.full_overwrite(trial)
     assert [(x.output, x.bad) for x in found] == [("out", 2 * 4 * 4 * 3)]
     assert found[0].where == "b=0 h=0 m=16 d=0"
     assert math.isnan(found[0].got)
 
 
 def test_the_trial_is_not_run_on_other_inputs_to_see_what_it_writes(monkeypatch):
-    first, second = rerun_inputs(guarantees.full_overwrite, PROBLEM, monkeypatch)
+    first, second = rerun_inputs(claims.full_overwrite, PROBLEM, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first, make(PROBLEM).tensors, strict=True))
 
@@ -324,5 +324,5 @@ def test_rows_stay_whole_for_a_subject_that_declares_no_gaps_in_them(seed, monke
         layouts = ("bhsd", "padded")
 
     problem = dataclasses.replace(PROBLEM, seed=seed)
-    _, moved = rerun_inputs(guarantees.far_offsets, problem, monkeypatch, Whole())
+    _, moved = rerun_inputs(claims.far_offsets, problem, monkeypatch, Whole())
     assert [x.stride(3) for x in moved] == [1, 1, 1, 1]

@@ -10,21 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa_verify.oracles.any_problem import problem_from_json
 from fa_verify.oracles.bounds.in_numpy.merging import gradient_errors as by_pairs
 from fa_verify.oracles.bounds.ring import gradient_errors
+from fa_verify.oracles.calls.codec import call_from_json
+from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.merge_problem import MergeProblem
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import attention
 from fa_verify.oracles.stream import normal, uniform
-from fa_verify.properties.checks.merging import MERGES, found_in
-from fa_verify.properties.checks.ring import part_problems, ring
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.inputs.states import make_states, stored_states
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kinds.rings import part_problems
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.checks.calls import found_on
 
+MERGES = checks_of(kind="merge")
 PROBLEMS = tuple(
     MergeProblem(parts=(3, 0, 5, 17), B=2, H=2, M=4, Dv=5, hidden=4, dtype=dtype, lse=lse,
                  seed=seed, layout=layout)
@@ -74,7 +77,7 @@ def findings(of, problems=PROBLEMS):
 
 def _found(of, problem, check):
     try:
-        return found_in(of, problem, check)
+        return found_on(of, problem, check)
     except NotImplementedError:
         return []
 
@@ -134,6 +137,7 @@ BROKEN = {
     "far apart": lambda outs, lses: torch_merge(
         outs, lses.flip(0) if max(map(abs, (*outs.stride(), *lses.stride()))) > 2**26 else lses
     ),
+    "conventions": lambda outs, lses: torch_merge(outs, lses, changed=lambda lse: lse.clamp(-1e30)),
 }  # fmt: skip
 
 
@@ -181,7 +185,7 @@ def claimed(name):
 def ring_finding():
     """The finding of a ring whose lses are too large."""
     late = ring_subject(lambda outs, lses: torch_merge(outs, lses + 1e-6))
-    return ring(late, RING, (5, 3, 4))[0]
+    return ring(late)[0]
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -192,8 +196,9 @@ def test_each_claim_is_made_of_a_broken_merge(name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_check_finds_a_broken_merge(name):
     of = subject(BROKEN[name], backward=False)
+    hidden = {"one part": 0, "conventions": 16}
     problems = [
-        dataclasses.replace(x, seed=seed, hidden=0 if name == "one part" else x.hidden)
+        dataclasses.replace(x, seed=seed, hidden=hidden.get(name, x.hidden))
         for x in PROBLEMS
         for seed in (0, 1)
     ]
@@ -201,9 +206,9 @@ def test_each_check_finds_a_broken_merge(name):
     assert name in found
     assert not any("exception" in x.claim for x in found[name])
     message = str(found[name][0])
-    assert message.startswith("S1 merging: ")
+    assert message.startswith("S2 conventions: " if name == "conventions" else "S1 merging: ")
     json = message.splitlines()[-1].removeprefix("  replay: pytest --replay=").strip("'")
-    assert problem_from_json(json) == found[name][0].problem
+    assert call_from_json(json) == found[name][0].problem
 
 
 def test_an_exception_a_wrong_shape_and_a_changed_input_are_findings():
@@ -223,7 +228,7 @@ def test_an_exception_a_wrong_shape_and_a_changed_input_are_findings():
         (short, "needs (2, 2, 4, 5)"),
         (writes, "lses"),
     ):
-        (found,) = found_in(subject(merge, backward=False), PROBLEMS[0], MERGES["accuracy"])
+        (found,) = found_on(subject(merge, backward=False), PROBLEMS[0], MERGES["accuracy"])
         assert says in str(found)
         assert "  " not in str(found).splitlines()[0]
 
@@ -233,7 +238,7 @@ def test_a_refused_merge_is_refused():
         raise NotImplementedError("two parts only")
 
     with pytest.raises(NotImplementedError, match="two parts only"):
-        found_in(subject(refuses), PROBLEMS[0], MERGES["accuracy"])
+        found_on(subject(refuses), PROBLEMS[0], MERGES["accuracy"])
 
 
 @pytest.mark.parametrize("layout", ["parts", "heads inside", "parts inside", "columns", "gaps"])
@@ -279,11 +284,17 @@ def ring_subject(merge):
     return Subject.of(attends, "ring")
 
 
+def ring(subject, lengths=(5, 3, 4)):
+    """The findings of a ring over parts of the keys."""
+    call = RingProblem(attention=RING, lengths=lengths)
+    return found_on(subject, call, checks_of(kind="ring")["ring"])
+
+
 RING = Problem(B=2, H=4, Hk=2, M=9, N=12, D=5, Dv=3, dtype="fp64", mask=Mask(causal=True), seed=3)
 
 
 def test_a_correct_ring_passes_and_a_broken_one_is_found():
-    assert ring(ring_subject(torch_merge), RING, (5, 3, 4)) == []
+    assert ring(ring_subject(torch_merge)) == []
 
     def detached(outs, lses):
         return torch_merge(outs, 0.5 * lses + 0.5 * lses.detach())
@@ -291,8 +302,8 @@ def test_a_correct_ring_passes_and_a_broken_one_is_found():
     def late(outs, lses):
         return torch_merge(outs, lses + 1e-6)
 
-    assert {x.output for x in ring(ring_subject(late), RING, (5, 3, 4))} == {"lse"}
-    assert {x.output for x in ring(ring_subject(detached), RING, (5, 3, 4))} >= {"dq", "dk"}
+    assert {x.output for x in ring(ring_subject(late))} == {"lse"}
+    assert {x.output for x in ring(ring_subject(detached))} >= {"dq", "dk"}
 
 
 def test_the_parts_of_a_causal_mask_see_what_the_whole_shows():
@@ -303,8 +314,8 @@ def test_the_parts_of_a_causal_mask_see_what_the_whole_shows():
 
 
 def test_lengths_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match="needs N keys in sum"):
-        ring(ring_subject(torch_merge), RING, (5, 3))
+    with pytest.raises(ValueError, match="needs N = 12 keys in sum"):
+        RingProblem(attention=RING, lengths=(5, 3))
 
 
 @pytest.mark.parametrize("seed", range(3))

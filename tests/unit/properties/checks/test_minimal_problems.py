@@ -8,7 +8,7 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.search import Runner, attack
@@ -18,50 +18,50 @@ from tests.unit.properties.subjects.broken_subjects import Eager
 
 # guarantee: (fault, check, problems to draw, the smallest problems that show the fault)
 BROKEN = {
-    "G1": ("out scaled", guarantees.accuracy, {}, [Problem()]),
+    "G1": ("out scaled", claims.accuracy, {}, [Problem()]),
     "G2": (
         "no maximum subtracted",
-        guarantees.finite,
+        claims.finite,
         {"inputs": "lse_high_6e4"},
         [Problem(inputs="lse_high_6e4")],
     ),
     "G3": (
         "lse of empty rows is 0",
-        guarantees.empty_rows,
+        claims.empty_rows,
         {"empty_rows": True},
         [Problem(M=2, mask=Mask(causal=True))],
     ),
     "G4": (
         "reads padding",
-        guarantees.dirty_padding,
+        claims.dirty_padding,
         {"padding": True, "dirty": "nan"},
         [Problem(N=2, dirty="nan", mask=Mask(seqlens_k=(1,)))],
     ),
     "G5": (
         "sees one key more",
-        guarantees.hidden_positions,
+        claims.hidden_positions,
         {"hidden": True},
         [Problem(M=2, N=2, mask=Mask(causal=True))],
     ),
-    "G6": ("last row not written", guarantees.full_overwrite, {}, [Problem(M=17)]),
-    "G6 outside": ("writes past the end", guarantees.full_overwrite, {}, [Problem()]),
-    "G7": ("reads past the end", guarantees.reads_in_bounds, {}, [Problem()]),
+    "G6": ("last row not written", claims.full_overwrite, {}, [Problem(M=17)]),
+    "G6 outside": ("writes past the end", claims.full_overwrite, {}, [Problem()]),
+    "G7": ("reads past the end", claims.reads_in_bounds, {}, [Problem()]),
     "G8": (
         "ignores strides",
-        guarantees.layout,
+        claims.layout,
         {"layouts": ("bhsd", "padded")},
         [Problem(N=2, layouts=("bhsd", "bhsd", "padded", "bhsd"))],
     ),
-    "G9": ("v of the first batch entry for all", guarantees.independence, {}, [Problem(B=2)]),
-    "G10": ("another result every call", guarantees.repeatable, {}, [Problem()]),
+    "G9": ("v of the first batch entry for all", claims.independence, {}, [Problem(B=2)]),
+    "G10": ("another result every call", claims.repeatable, {}, [Problem()]),
     "G11": (
         "another tile past 16 keys",
-        guarantees.accuracy,
+        claims.accuracy,
         {"configs": ("wide",)},
         [Problem(N=17, config="wide")],
     ),
-    "G12": ("offsets of 32 bits", guarantees.far_offsets, {"max_seqlen": 20}, [Problem()]),
-    "G13": ("scale of the call before", guarantees.state, {}, [Problem()]),
+    "G12": ("offsets of 32 bits", claims.far_offsets, {"max_seqlen": 20}, [Problem()]),
+    "G13": ("scale of the call before", claims.state, {}, [Problem()]),
 }
 
 

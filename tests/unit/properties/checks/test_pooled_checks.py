@@ -14,7 +14,7 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import pooled_probabilities
 from fa_verify.properties.checks import pooled
-from fa_verify.properties.checks.guarantees import POOLED
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -91,17 +91,17 @@ class Pools(Eager):
 def findings(check: str, fault: str = "", problem: Problem = PROBLEM, **declared: object):
     trial = run_trial(Subject.of(Pools(fault, **declared), "pools"), problem)
     assert trial is not None
-    return POOLED[check](trial)
+    return checks_of("pooled")[check](trial)
 
 
 @pytest.mark.parametrize("seed", [3, 11, 54, 78, 99])
-@pytest.mark.parametrize("check", POOLED)
+@pytest.mark.parametrize("check", checks_of("pooled"))
 def test_a_correct_subject_passes(check, seed):
     assert findings(check, problem=dataclasses.replace(PROBLEM, seed=seed)) == []
 
 
 @pytest.mark.parametrize("sizes", [{"B": 0}, {"M": 0}, {"N": 0}], ids=str)
-@pytest.mark.parametrize("check", POOLED)
+@pytest.mark.parametrize("check", checks_of("pooled"))
 def test_a_correct_subject_passes_without_elements(check, sizes):
     problem = dataclasses.replace(PROBLEM, mask=Mask(causal=True), **sizes)
     assert findings(check, problem=problem) == []
@@ -174,10 +174,10 @@ def test_another_form_is_an_error_of_the_subject(fault, says):
         findings("pooled G1", fault)
 
 
-@pytest.mark.parametrize("check", POOLED)
+@pytest.mark.parametrize("check", checks_of("pooled"))
 def test_a_subject_that_pools_nothing_is_asked_nothing(check):
     trial = run_trial(Subject.of(Eager(), "eager"), PROBLEM)
-    assert POOLED[check](trial) == []
+    assert checks_of("pooled")[check](trial) == []
     with pytest.raises(NotImplementedError, match="eager declares no pooled"):
         trial.subject.run_pooled(*trial.inputs[:3], PROBLEM, "mean", (2, 2))
 

@@ -16,7 +16,7 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, mean_square_limit, rms
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.emulated_kernel import CASTS, Case, Emulated
@@ -112,14 +112,14 @@ def subject(kernel: Emulated) -> Subject:
     )
 
 
-def run(problem: Problem, fault: str = "", **numerics: object) -> Trial:
+def run(problem: Problem, fault: str = "", **numerics: object) -> AttentionTrial:
     kernel = Faulty(dtype=problem.dtype, fault=fault, numerics=Numerics(**numerics))
     trial = run_trial(subject(kernel), problem)
     assert trial is not None
     return trial
 
 
-def share_of_bound(trial: Trial) -> float:
+def share_of_bound(trial: AttentionTrial) -> float:
     """The largest error / bound over all outputs."""
     return max(peak for part in trial.peaks for peak in part.values())
 

@@ -12,7 +12,7 @@ import torch
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import streams
-from fa_verify.properties.checks.guarantees import STREAMS
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -93,10 +93,10 @@ def found(check: str, fault: str, problem: Problem = PROBLEM):
     with standing_in(fault):
         trial = run_trial(Subject.of(Standing(fault), "standing"), problem)
         assert trial is not None
-        return STREAMS[check](trial)
+        return checks_of("streams")[check](trial)
 
 
-@pytest.mark.parametrize("check", STREAMS)
+@pytest.mark.parametrize("check", checks_of("streams"))
 @pytest.mark.parametrize("problem", [PROBLEM, PREDICATE], ids=["plain", "predicate"])
 def test_a_correct_subject_passes(check, problem):
     assert found(check, "", problem) == []
@@ -129,7 +129,7 @@ def test_a_subject_that_cannot_be_captured_is_reported_unless_it_declares_it():
     subject.cuda_graphs = False
     with standing_in():
         trial = run_trial(Subject.of(subject, "standing"), PROBLEM)
-        assert STREAMS["replayed"](trial) == []
+        assert checks_of("streams")["replayed"](trial) == []
 
 
 def test_other_calls_are_more_than_a_cache_holds_and_have_other_lengths():

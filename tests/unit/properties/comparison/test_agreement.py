@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact, within
-from fa_verify.properties.execution.trial import Trial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -24,7 +24,7 @@ AT["dv"] = AT["dk"]
 
 
 @lru_cache(maxsize=2)
-def tried(promised: bool) -> Trial:
+def tried(promised: bool) -> AttentionTrial:
     subject = Eager()
     subject.bitwise = ("G4", "G8", "G10") if promised else ()
     trial = run_trial(Subject.of(subject, "eager"), PROBLEM)
@@ -32,7 +32,7 @@ def tried(promised: bool) -> Trial:
     return trial
 
 
-def changed(trial: Trial, name: str, value) -> Outputs[torch.Tensor | None]:
+def changed(trial: AttentionTrial, name: str, value) -> Outputs[torch.Tensor | None]:
     """The outputs of a trial with another value of one element of one output."""
     other = getattr(trial.got, name).clone()
     other[AT[name]] = value(other[AT[name]]) if callable(value) else value

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.guarantees import accuracy
+from fa_verify.properties.checks.claims import accuracy
 from fa_verify.properties.execution import large_memory as module
 from fa_verify.properties.execution.large_memory import (
     free_memory,

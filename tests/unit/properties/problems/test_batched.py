@@ -11,7 +11,7 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import DLSE, DOUT, INPUTS, PADDING_VALUES
@@ -148,9 +148,9 @@ def runner_of(subject):
 
 def test_every_problem_of_a_batched_problem_is_counted_with_its_own_worst():
     together, apart = runner_of(Eager()), runner_of(Eager())
-    assert together.findings(BATCHED, guarantees.accuracy) == []
+    assert together.findings(BATCHED, claims.accuracy) == []
     for part in parts_of(BATCHED):
-        assert apart.findings(part, guarantees.accuracy) == []
+        assert apart.findings(part, claims.accuracy) == []
     assert together.judged == len(SEEDS) == len(together.tally.problems)
     assert together.tally.problems == apart.tally.problems
     assert together.tally.worst.keys() == apart.tally.worst.keys()
@@ -161,10 +161,10 @@ def test_problems_out_of_range_are_left_out_and_the_others_judged():
     # Scores reach about 1e5 for long keys: some of these problems are in range, some are not.
     batched = Problem(B=8, D=2, dtype="fp64", sm_scale=4e5, seeds=tuple(range(8)))
     apart = runner_of(Eager())
-    assert not any(apart.findings(part, guarantees.accuracy) for part in parts_of(batched))
+    assert not any(apart.findings(part, claims.accuracy) for part in parts_of(batched))
     assert apart.judged > 0 < apart.out_of_range
     together = runner_of(Eager())
-    assert together.findings(batched, guarantees.accuracy) == []
+    assert together.findings(batched, claims.accuracy) == []
     assert together.tally.problems == apart.tally.problems
     assert together.tally.out_of_range == apart.tally.out_of_range
     assert (together.judged, together.out_of_range) == (apart.judged, apart.out_of_range)
@@ -207,7 +207,7 @@ def test_a_failing_problem_is_found_alone(subject):
     batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
     wrong = [i for i, part in enumerate(parts_of(batched)) if float(make(part).k[0, 0, 0, 0]) > 0]
     assert 0 < len(wrong) < 8
-    [finding, *_] = runner_of(subject()).findings(batched, guarantees.accuracy)
+    [finding, *_] = runner_of(subject()).findings(batched, claims.accuracy)
     assert finding.problem in [batched.part(i, i + 1) for i in wrong]
 
 
@@ -232,19 +232,19 @@ class RaisesAlone(WrongBeyond):
 @pytest.mark.parametrize("subject", [RefusesAlone, RaisesAlone])
 def test_a_batched_problem_fails_though_its_problems_are_not_computed_alone(subject):
     batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = runner_of(subject()).findings(batched, guarantees.accuracy)
+    [finding, *_] = runner_of(subject()).findings(batched, claims.accuracy)
     assert (finding.problem, finding.guarantee) == (batched, "G1 accuracy")
 
 
 def test_a_failure_of_several_entries_is_found_and_minimised():
     batched = Problem(B=8, M=3, N=4, dtype="fp64", seeds=tuple(range(8)))
-    [finding, *_] = runner_of(WrongBeyond()).findings(batched, guarantees.accuracy)
+    [finding, *_] = runner_of(WrongBeyond()).findings(batched, claims.accuracy)
     assert finding.problem == batched
     assert "seeds" in finding.replay
     with pytest.raises(Violation) as violation:
         attack(
             runner_of(WrongBeyond()),
-            guarantees.accuracy,
+            claims.accuracy,
             batched_problems(problems(dtype="fp64", max_batch=1), tile=16, max_cost=200),
             seed="stacks",
             settings=draws(30),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis
 
-from fa_verify.oracles.merge_problem import LSE_FAMILIES, STATE_LAYOUTS
+from fa_verify.oracles.calls.merge import LSE_FAMILIES, STATE_LAYOUTS
 from fa_verify.properties.problems.merges import merges, rings
 from tests.unit.properties.problems.sampling import drawn
 

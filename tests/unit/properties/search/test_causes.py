@@ -17,6 +17,7 @@ from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.search import causes as causes_module
 from fa_verify.properties.search.causes import (
     Beyond,
@@ -26,7 +27,6 @@ from fa_verify.properties.search.causes import (
     described,
     difference,
 )
-from fa_verify.properties.search.features import Feature
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.quick import Entry

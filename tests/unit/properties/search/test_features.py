@@ -9,8 +9,9 @@ from hypothesis import given
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kinds.feature import Feature, phrase
+from fa_verify.properties.kinds.features import features_of, holds, without
 from fa_verify.properties.problems.strategies import problems
-from fa_verify.properties.search.features import Feature, features_of, holds, phrase, without
 
 
 @given(problems())

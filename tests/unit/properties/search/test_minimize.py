@@ -12,9 +12,10 @@ from hypothesis import given
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.kinds.reductions import complexity, reductions
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search import minimize
-from fa_verify.properties.search.minimize import complexity, minimized, reductions
+from fa_verify.properties.search.minimize import minimized
 
 PLAIN = Problem()
 # A problem with every feature, for the search to remove.

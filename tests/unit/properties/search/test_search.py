@@ -19,7 +19,7 @@ from fa_verify.conformance.conftest import check_that_problems_were_judged
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import guarantees
+from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
@@ -74,7 +74,7 @@ def runner_of(call, **rest) -> Runner:
     return Runner(Subject.of(call, "subject"), Tally(), **rest)
 
 
-def attacked(runner: Runner, claim=guarantees.accuracy) -> list:
+def attacked(runner: Runner, claim=claims.accuracy) -> list:
     """The findings of an attack that succeeds."""
     with pytest.raises(Violation) as caught:
         attack(runner, claim, DRAWN, seed="0", settings=REPEATABLE)
@@ -137,7 +137,7 @@ def test_the_findings_of_the_claim_come_before_those_of_accuracy():
 
 def test_a_problem_that_passes_is_judged_and_written_down():
     runner = runner_of(Eager())
-    assert runner.findings(GOOD, guarantees.accuracy) == []
+    assert runner.findings(GOOD, claims.accuracy) == []
     assert (runner.judged, runner.out_of_range, runner.refusals.total()) == (1, 0, 0)
     assert len(runner.tally.problems) == 1
     assert set(runner.peaks) == set(OUTPUTS)
@@ -146,7 +146,7 @@ def test_a_problem_that_passes_is_judged_and_written_down():
 def test_a_refusal_is_counted_by_the_first_line_of_its_reason():
     runner = runner_of(Refuses())
     for N in (17, 18, 4):
-        assert runner.findings(Problem(N=N, dtype="fp64"), guarantees.accuracy) == []
+        assert runner.findings(Problem(N=N, dtype="fp64"), claims.accuracy) == []
     assert dict(runner.refusals) == {"more than 16 keys": 2}
     assert runner.judged == 1
     assert {key: len(found) for key, found in runner.tally.unsupported.items()} == {
@@ -160,7 +160,7 @@ def test_a_refusal_without_a_reason_is_counted_as_such():
             raise NotImplementedError
 
     runner = runner_of(Silent())
-    assert runner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert runner.findings(Problem(N=17, dtype="fp64"), claims.accuracy) == []
     assert list(runner.refusals) == ["NotImplementedError without a reason"]
 
 
@@ -168,7 +168,7 @@ def test_a_declaration_counts_as_a_refusal():
     subject = Eager()
     subject.max_seqlen = 16
     runner = runner_of(subject)
-    assert runner.findings(Problem(N=17, dtype="fp64"), guarantees.accuracy) == []
+    assert runner.findings(Problem(N=17, dtype="fp64"), claims.accuracy) == []
     assert list(runner.refusals) == ["subject declares max_seqlen 16"]
     assert subject.calls == 0
 
@@ -176,7 +176,7 @@ def test_a_declaration_counts_as_a_refusal():
 def test_a_problem_out_of_range_is_counted_and_not_run():
     subject = Eager()
     runner = runner_of(subject)
-    assert runner.findings(WIDE, guarantees.accuracy) == []
+    assert runner.findings(WIDE, claims.accuracy) == []
     assert (runner.judged, runner.out_of_range, subject.calls) == (0, 1, 0)
     assert len(runner.tally.out_of_range) == 1
     assert runner.tally.problems == {}
@@ -204,18 +204,18 @@ def test_a_family_that_the_declared_numerics_put_out_of_range_is_not_asked(words
 def test_a_claim_that_is_applicable_to_no_problem_is_skipped_with_the_reason():
     runner = runner_of(Eager())
     for seed in range(20):
-        runner.findings(dataclasses.replace(GOOD, seed=seed), guarantees.independence)
+        runner.findings(dataclasses.replace(GOOD, seed=seed), claims.independence)
     with pytest.raises(pytest.skip.Exception, match="G9: not applicable to one batch entry"):
         check_that_problems_were_judged(runner)
-    runner.findings(dataclasses.replace(GOOD, B=2), guarantees.independence)
+    runner.findings(dataclasses.replace(GOOD, B=2), claims.independence)
     check_that_problems_were_judged(runner)
     assert runner.not_applicable() == {}
 
 
 def test_peaks_are_those_of_the_last_problem_alone():
     runner = runner_of(Eager())
-    runner.findings(GOOD, guarantees.accuracy)
-    runner.findings(WIDE, guarantees.accuracy)
+    runner.findings(GOOD, claims.accuracy)
+    runner.findings(WIDE, claims.accuracy)
     assert runner.peaks == {}
 
 
@@ -236,7 +236,7 @@ def test_a_subject_without_a_backward_is_given_inputs_that_ask_for_none():
                 raise ValueError("there is no backward")
             return super().__call__(q, k, v, **arguments)
 
-    assert runner_of(Inference()).findings(GOOD, guarantees.accuracy) == []
+    assert runner_of(Inference()).findings(GOOD, claims.accuracy) == []
 
 
 def test_peaks_of_a_wrong_output_pass_1():
@@ -278,7 +278,7 @@ def test_an_exception_in_the_second_run_of_a_check_is_a_finding():
                 raise ValueError("once is enough")
             return super().__call__(*tensors, **rest)
 
-    (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    (finding,) = runner_of(Tires()).findings(GOOD, claims.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("ValueError: once is enough")
 
@@ -319,7 +319,7 @@ class WrongAndTires(Eager):
         return out * 1.001, lse
 
 
-@pytest.mark.parametrize("claim", [guarantees.repeatable, guarantees.layout])
+@pytest.mark.parametrize("claim", [claims.repeatable, claims.layout])
 def test_an_exception_in_a_second_run_does_not_hide_a_wrong_first(claim):
     found = runner_of(WrongAndTires()).findings(GOOD, claim)
     assert (found[0].guarantee, found[-1].guarantee) == ("G1 accuracy", "exception")
@@ -346,14 +346,14 @@ class Tires(Eager):
 
 
 def test_a_refusal_of_what_was_computed_is_a_finding():
-    (finding,) = runner_of(Tires()).findings(GOOD, guarantees.repeatable)
+    (finding,) = runner_of(Tires()).findings(GOOD, claims.repeatable)
     assert finding.guarantee == "exception"
     assert finding.raised.startswith("NotImplementedError in a second run: once is enough")
 
 
 def test_a_refused_second_run_leaves_the_claim_unjudged():
     runner = runner_of(Tires())
-    assert not runner.findings(GOOD, guarantees.layout)
+    assert not runner.findings(GOOD, claims.layout)
     assert runner.judged == 0
     assert runner.refusals == {"in a second run: once is enough": 1}
     assert len(runner.tally.problems) == 1
@@ -364,7 +364,7 @@ def test_a_refused_second_run_does_not_hide_a_wrong_first():
         def spoil(self, out, lse, live, N, config):
             return out * 1.001, lse
 
-    (finding, *_) = runner_of(TiresAndErrs()).findings(GOOD, guarantees.layout)
+    (finding, *_) = runner_of(TiresAndErrs()).findings(GOOD, claims.layout)
     assert finding.guarantee == "G1 accuracy"
 
 
@@ -390,7 +390,7 @@ def negate_the_last_row(x):
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "bias"])
 def test_a_changed_input_is_named(name):
     problem = dataclasses.replace(GOOD, bias="normal/mn")
-    (finding,) = runner_of(Writes(name)).findings(problem, guarantees.independence)
+    (finding,) = runner_of(Writes(name)).findings(problem, claims.independence)
     assert (finding.guarantee, finding.raised.split()[0]) == ("inputs", name)
     assert str(finding).startswith("inputs: subject changes its inputs in place; needs to")
 
@@ -466,7 +466,7 @@ def test_every_problem_of_an_attack_is_recorded():
 
     def claim(trial):
         ran.append(trial.problem)
-        return guarantees.accuracy(trial)
+        return claims.accuracy(trial)
 
     def watching(problem):
         recorded.append(problem)
@@ -483,7 +483,7 @@ def test_no_problem_is_run_twice_by_the_draw(monkeypatch):
 
     def claim(trial):
         ran.append(trial.problem)
-        return guarantees.accuracy(trial)
+        return claims.accuracy(trial)
 
     attacked(runner_of(Wrong()), claim)
     assert len(ran) == len(set(ran))
@@ -505,7 +505,7 @@ def test_shrinking_ends_at_its_time_limit_with_a_problem_that_fails(monkeypatch)
     ran = []
 
     def claim(trial):
-        ran.append((trial.problem, guarantees.accuracy(trial)))
+        ran.append((trial.problem, claims.accuracy(trial)))
         return ran[-1][1]
 
     found = attacked(runner_of(Wrong()), claim)

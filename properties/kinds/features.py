@@ -1,54 +1,25 @@
-"""The features of a problem that a failure may need, and the nearest problems without each.
-
-A feature is a name and, for a threshold or a set, a value: ``("N above", 16)``. It is plain data,
-so that processes can exchange the features of a cause.
-"""
+"""The features of attention to padded tensors, and the nearest problems without each."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
+from fa_verify.properties.kinds.feature import FIELDS, Feature
 
-__all__ = ["Feature", "features_of", "holds", "is_soft", "phrase", "without"]
+__all__ = ["features_of", "holds", "without"]
 
-Value = int | tuple[str, ...] | None
 _DEFAULT = Problem()
 _SIZES = ("M", "N", "D", "Dv")
 # Sizes that kernels pad to, or that they take for granted.
 _MULTIPLES = {"M": (16, 32, 64, 128), "N": (16, 32, 64, 128), "D": (16,), "Dv": (16,)}
-# Fields whose default value is the plain one, and the words for any other value.
-_FIELDS = {
-    "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "sinks": "sinks",
-    "dlse": "a gradient of lse", "dirty": "padding that holds {}", "inputs": "inputs={}",
-    "dout": "dout={}", "sm_scale": "a scale that is not D**-0.5",
-}  # fmt: skip
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25
-
-
-class Feature(NamedTuple):
-    """A feature: its name, and its value if it is a threshold or a set."""
-
-    name: str
-    value: Value = None
-
-    def is_of(self, other: Feature) -> bool:
-        """Return whether another feature has the same name."""
-        return self.name == other.name
-
-    def joined(self, other: Feature) -> Feature:
-        """Return the feature of either of two problems: the lower threshold, or both values."""
-        if isinstance(self.value, int) and isinstance(other.value, int):
-            return Feature(self.name, min(self.value, other.value))
-        if isinstance(self.value, tuple) and isinstance(other.value, tuple):
-            return Feature(self.name, tuple(dict.fromkeys((*self.value, *other.value))))
-        return self
 
 
 def features_of(problem: Problem) -> list[Feature]:
@@ -62,7 +33,7 @@ def features_of(problem: Problem) -> list[Feature]:
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
-    found += [Feature(name, (str(getattr(problem, name)),)) for name in _FIELDS]
+    found += [Feature(name, (str(getattr(problem, name)),)) for name in FIELDS]
     found += [Feature(f"layout of {name}") for name in TENSORS]
     found += [Feature("several problems"), Feature("several entries"), Feature("several heads")]
     for size in _SIZES:
@@ -72,17 +43,6 @@ def features_of(problem: Problem) -> list[Feature]:
     return [x for x in found if holds(x, problem)]
 
 
-def is_soft(feature: Feature) -> bool:
-    """Return whether another failure of the same cause may lack the feature.
-
-    A threshold of a size, or a family of inputs, is the one at which the error first shows.
-    """
-    words = feature.name.split()
-    return (words[0] in _SIZES and ">" not in words and "<" not in words and "!=" not in words) or (
-        feature.name in ("inputs", "dout", "sm_scale", "config", "several entries", "several heads")
-    )  # fmt: skip
-
-
 def holds(feature: Feature, problem: Problem) -> bool:
     """Return whether a problem has a feature."""
     name, value = feature
@@ -90,7 +50,7 @@ def holds(feature: Feature, problem: Problem) -> bool:
         return _PREDICATES[name](problem)
     if name in ("dtype", "config"):
         return isinstance(value, tuple) and getattr(problem, name) in value
-    if name in _FIELDS:
+    if name in FIELDS:
         return bool(getattr(problem, name) != getattr(_DEFAULT, name))
     if name.startswith("layout of "):
         return problem.layouts[TENSORS.index(name.split()[2])] != LAYOUTS[0]
@@ -114,42 +74,6 @@ def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> 
             continue
         if not holds(feature, changed):
             yield changed
-
-
-def phrase(feature: Feature) -> str:
-    """Describe a feature in a few words."""
-    name, value = feature
-    if name in _FIELDS:
-        return _FIELDS[name].format(*(value if isinstance(value, tuple) else ("?",)))
-    if name in ("dtype", "config"):
-        words = ", ".join(value if isinstance(value, tuple) else ())
-        return f"inputs in {words}" if name == "dtype" else f"the configuration {words}"
-    if name.endswith(" above"):
-        return f"{name.split()[0]} > {value}"
-    if name.endswith(" is 1"):
-        return name.replace(" is ", " = ")
-    if " is no multiple " in name:
-        return name.replace(" is no ", " not a ")
-    if name.startswith("layout of "):
-        return f"{name.split()[2]} not contiguous"
-    return _PHRASES.get(name, name)
-
-
-_PHRASES = {
-    "zero size": "B, M or N of 0",
-    "empty rows": "rows that see no key",
-    "hidden keys": "a mask that hides keys",
-    "padded keys": "padded keys",
-    "padded rows": "padded rows",
-    "predicate": "a mask with a predicate",
-    "window left": "a window to the left",
-    "right bound": "keys hidden to the right",
-    "causal": "a causal mask",
-    "D != Dv": "Dv other than D",
-    "several problems": "several problems in a batch",
-    "several entries": "B > 1",
-    "several heads": "H > 1",
-}
 
 
 def _seen(problem: Problem) -> torch.Tensor | None:
@@ -230,7 +154,7 @@ def _changes(
         yield from ({"D": size, "Dv": size} for size in (problem.D, problem.Dv))
     elif name in ("dtype", "config"):
         yield from ({name: other} for other in (DTYPES if name == "dtype" else configs))
-    elif name in _FIELDS:
+    elif name in FIELDS:
         yield {name: getattr(_DEFAULT, name)}
     elif name.startswith("layout of "):
         place = TENSORS.index(name.split()[2])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from fa_verify.oracles.calls.of_attention import OfAttention
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 
@@ -12,7 +13,7 @@ __all__ = ["CacheProblem"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheProblem:
+class CacheProblem(OfAttention):
     """Everything that determines the bits of a call with a cache.
 
     Args:
@@ -26,6 +27,8 @@ class CacheProblem:
     Raises:
         ValueError: A size is negative, or the fields contradict each other.
     """
+
+    kind: ClassVar[str] = "cache"
 
     attention: Problem = field(default_factory=lambda: Problem(mask=Mask(seqlens_k=(1,))))
     page_size: int = 0
@@ -56,12 +59,17 @@ class CacheProblem:
         """The keys of each entry before the call."""
         return tuple(length - self.new for length in self.seqlens)
 
-    def to_json(self) -> str:
-        """Returns one line of JSON: that of the attention, and the other fields as "cache"."""
+    @property
+    def elements(self) -> dict[str, int]:
+        """The number of elements of out and lse: there are no gradients."""
+        of_attention = self.attention.elements
+        return {"out": of_attention["out"], "lse": of_attention["lse"]}
+
+    def record(self) -> dict[str, Any]:
+        """Returns the record of the attention, and the other fields as "cache"."""
         fields = ("page_size", "new", "shared", "spare")
         cache = {name: getattr(self, name) for name in fields if getattr(self, name)}
-        record = json.loads(self.attention.to_json()) | {"cache": cache}
-        return json.dumps(record, separators=(",", ":"))
+        return self.attention.record() | {"cache": cache}
 
     @classmethod
     def from_record(cls, record: dict[str, object]) -> CacheProblem:

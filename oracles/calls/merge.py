@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.problem import DTYPES, VERSION
 
 __all__ = ["LSE_FAMILIES", "OUT_FAMILIES", "STATE_LAYOUTS", "MergeProblem"]
@@ -18,7 +20,7 @@ STATE_LAYOUTS = ("parts", "heads inside", "parts inside", "columns", "gaps", "sh
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeProblem:
+class MergeProblem(Call):
     """Everything that determines the bits of the inputs of a merge.
 
     Args:
@@ -39,6 +41,10 @@ class MergeProblem:
     Raises:
         ValueError: A field has an unknown value, or a size is negative.
     """
+
+    kind: ClassVar[str] = "merge"
+    config: ClassVar[str] = "default"
+    attention: ClassVar[None] = None
 
     parts: tuple[int, ...] = (1, 1)
     B: int = 1
@@ -73,14 +79,41 @@ class MergeProblem:
         """The shape of outs, (P, B, H, M, Dv)."""
         return len(self.parts), self.B, self.H, self.M, self.Dv
 
-    def to_json(self) -> str:
-        """Returns one line of JSON, without the fields at their defaults."""
+    @property
+    def family(self) -> str:
+        """The family of the lses."""
+        return self.lse
+
+    @property
+    def elements(self) -> dict[str, int]:
+        """The number of elements of each output."""
+        out, lse = self.B * self.H * self.M * self.Dv, self.B * self.H * self.M
+        P = len(self.parts)
+        return {"out": out, "lse": lse, "douts": P * out, "dlses": P * lse}
+
+    @property
+    def pairs(self) -> int:
+        """Rows of all parts."""
+        return math.prod(self.shape[:4])
+
+    @property
+    def longest(self) -> int:
+        """The number of query rows: no key is read."""
+        return self.M
+
+    @property
+    def columns(self) -> int:
+        """Dv."""
+        return self.Dv
+
+    def record(self) -> dict[str, Any]:
+        """Returns the merge as plain values, without the fields at their defaults."""
         merge = {
             item.name: getattr(self, item.name)
             for item in dataclasses.fields(self)
             if getattr(self, item.name) != item.default
         }
-        return json.dumps({"version": VERSION, "merge": merge}, separators=(",", ":"))
+        return {"version": VERSION, "merge": merge}
 
     @classmethod
     def from_record(cls, record: dict[str, object]) -> MergeProblem:

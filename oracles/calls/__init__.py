@@ -1,0 +1,1 @@
+"""The calls other than attention to padded tensors, as values: caches, merges and rings."""

@@ -1,0 +1,41 @@
+"""Calls of every kind, read from one line of JSON."""
+
+from __future__ import annotations
+
+import json
+
+from fa_verify.oracles.call import Call
+from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.calls.ring import RingProblem
+from fa_verify.oracles.problem import Problem
+
+__all__ = ["call_from_json", "call_from_record"]
+
+# The key of a record that only calls of one kind have.
+_OF_KEY: dict[str, type[CacheProblem | MergeProblem | RingProblem]] = {
+    "cache": CacheProblem, "merge": MergeProblem, "ring": RingProblem
+}  # fmt: skip
+
+
+def call_from_json(text: str) -> Call:
+    """Reads the output of ``to_json`` of a call; nothing in it is evaluated or imported.
+
+    Raises:
+        ValueError: The text is not JSON, has another version or an unknown field or mask, or a
+            value is out of range.
+    """
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None
+    return call_from_record(record)
+
+
+def call_from_record(record: object) -> Call:
+    """Reads the output of ``Call.record``, also after JSON; raises as ``call_from_json``."""
+    if isinstance(record, dict):
+        for key, cls in _OF_KEY.items():
+            if key in record:
+                return cls.from_record(record)
+    return Problem.from_record(record)

@@ -1,0 +1,620 @@
+"""The claims: one row for each check of a guarantee, with all that the suite knows about it.
+
+What ``verify``, ``--fa-quick``, ``fa-verify explain``, the baseline and the conformance tests ask
+is chosen from these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from fa_verify.oracles.guarantee import (
+    BACKWARD,
+    BIAS,
+    C1,
+    C2,
+    C3,
+    C4,
+    C5,
+    EXACT,
+    G1,
+    G2,
+    G3,
+    G4,
+    G5,
+    G6,
+    G7,
+    G8,
+    G9,
+    G10,
+    G12,
+    G13,
+    G15,
+    I1,
+    I2,
+    I3,
+    I4,
+    I5,
+    I6,
+    IDENTITIES,
+    LIMIT,
+    RMS,
+    S1,
+    S2,
+    T3,
+    Guarantee,
+)
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import caches, merging, pooled, same_bits
+from fa_verify.properties.checks.accuracy import accuracy, finite, logic
+from fa_verify.properties.checks.added_gradients import bias_gradient, sink_gradient
+from fa_verify.properties.checks.backward import backward
+from fa_verify.properties.checks.closed_form import (
+    counts,
+    doubled_values,
+    mask_read_back,
+    permuted,
+    unit_values,
+)
+from fa_verify.properties.checks.identities import identities
+from fa_verify.properties.checks.invariance import (
+    independence,
+    layout,
+    repeatable,
+    sequence,
+    state,
+)
+from fa_verify.properties.checks.limits import limits
+from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
+from fa_verify.properties.checks.memory import (
+    far_offsets,
+    full_overwrite,
+    gradient_sets,
+    reads_in_bounds,
+)
+from fa_verify.properties.checks.statistics import bias, is_valid, rms
+from fa_verify.properties.checks.streams import (
+    beside_other_kernels,
+    first_captured,
+    on_a_side_stream,
+    on_another_device,
+    on_two_streams,
+    replayed,
+)
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.trial import SubjectError, Trial
+from fa_verify.properties.inputs.bias_families import grouped_biases
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
+
+__all__ = [
+    "BY_NAME", "CLAIMS", "Check", "Claim", "Drawn", "accuracy", "backward", "checks_of",
+    "claims_of", "dirty_padding", "empty_rows", "far_offsets", "finite", "full_overwrite",
+    "gradient_sets", "hidden_positions", "in_turn", "independence", "layout", "limits", "logic",
+    "reads_in_bounds", "repeatable", "sequence", "standing_of", "state",
+]  # fmt: skip
+
+Check = Callable[[Any], list[Finding]]
+Needs = Mapping[str, Any]
+# What a claim is about: a call in the ways that ``verify`` draws it; elements, statistics and
+# closed forms, which show faults that the bound misses; pooled probabilities; gradients of a
+# bias and of sinks; many calls in turn; CUDA streams; parts that give the bits of the whole.
+Group = Literal[
+    "call", "elements", "statistics", "closed forms", "pooled", "added", "calls", "streams",
+    "parts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A conformance test that draws problems of attention for a claim, shard by shard.
+
+    Args:
+        words: What the test says, which names it.
+        seed: The file and function that the seed of the draw begins with. Changing it changes every
+            problem that the test draws.
+        part: What the seed has behind the shard, for tests that differ in ``needs`` alone.
+        needs: What drawn problems have: arguments of ``problems_of``. Of a shard, where they depend
+            on it.
+        shards: The first shard, and the step to the next one.
+        float64: Whether the shards are those of float64.
+        larger: Whether the shards are those of larger head_dims.
+        runs: How often the check runs a problem, by which the cost of a problem is divided.
+        batched: Whether batches of problems are drawn.
+        kernels: Combinations of the fields that select a kernel, on a GPU: 0 draws from all;
+            "shared" are those that the tests of a shard share.
+        choices: Further axes of these combinations.
+        masked: Whether the test runs with the masks of --fa-mask too.
+    """
+
+    words: str
+    seed: str
+    part: str = ""
+    needs: Needs | Callable[[Any], Needs] = field(default_factory=dict)
+    shards: tuple[int, int] = (0, 1)
+    float64: bool = False
+    larger: bool = False
+    runs: int = 1
+    batched: bool = False
+    kernels: int | Literal["shared"] = 0
+    choices: Needs = field(default_factory=dict)
+    masked: bool = False
+
+    def needs_of(self, shard: Any) -> Needs:
+        """Return what the problems of a shard have."""
+        return self.needs(shard) if callable(self.needs) else self.needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A check of a guarantee.
+
+    Args:
+        guarantee: The guarantee.
+        name: Name of the check in baselines, quick lists and regression files.
+        check: Returns the findings of a trial.
+        kind: The kind of the calls that it judges, a key of ``KINDS``.
+        group: What it is about.
+        needs: What drawn calls have, so that they ask for the guarantee: arguments of the kind's
+            ``draw``.
+        standing: Whether it runs on every call of its kind, beside the check that the call was
+            drawn for. Such a check does not run the kernel.
+        bounded: Whether it fails exactly where an output leaves its bound.
+        promise: The guarantee by which a kernel promises it; without it, the claim is not asked.
+        applies: Returns whether a problem of a baseline shows anything of the claim.
+        drawn: The conformance tests that draw problems for it.
+    """
+
+    guarantee: Guarantee
+    name: str
+    check: Check
+    kind: str = "attention"
+    group: Group = "call"
+    needs: Needs = field(default_factory=dict)
+    standing: bool = False
+    bounded: bool = False
+    promise: str = ""
+    applies: Callable[[Problem], bool] = lambda problem: True
+    drawn: tuple[Drawn, ...] = ()
+
+
+def _one_tile(shard: Any) -> Needs:
+    """Leave the limit on cost to batch entries and heads: lengths of one tile."""
+    return {"max_seqlen": shard.tile}
+
+
+def _ordinary(shard: Any) -> Needs:
+    """Return what the data of statistics has."""
+    return {
+        "scales": (None, shard.head_dims[0] ** -0.5), "inputs": "normal", "dout": "normal",
+        "layouts": ("bhsd", "bshd", "padded"),
+    }  # fmt: skip
+
+
+_ACCURACY = (
+    Drawn(
+        words="every element lies within the derived bound",
+        seed="test_accuracy.py::test_every_element_lies_within_the_derived_bound", masked=True,
+    ),
+    Drawn(
+        words="batched problems lie within the derived bound",
+        seed="test_accuracy.py::test_batched_problems_lie_within_the_derived_bound",
+        shards=(0, 3), batched=True, masked=True,
+    ),
+    Drawn(
+        words="larger head dims lie within the derived bound",
+        seed="test_accuracy.py::test_larger_head_dims_lie_within_the_derived_bound", larger=True,
+    ),
+    Drawn(
+        words="float64 lies within its bound for every family",
+        seed="test_logic.py::test_float64_lies_within_its_bound_for_every_family", float64=True,
+        masked=True,
+    ),
+    *(
+        Drawn(
+            words=f"scores modified by {mod} lie within the derived bound",
+            seed="test_score_mods.py::test_modified_scores_lie_within_the_derived_bound", part=mod,
+            shards=(2, 14), kernels="shared", needs={"score_mods": (mod,)},
+        )
+        for mod in ("softcap", "alibi", "bias", "sinks")
+    ),
+)  # fmt: skip
+_LOGIC = (
+    *(
+        Drawn(
+            words=f"float64 agrees with the oracle to rounding on {family}",
+            seed="test_logic.py::test_float64_agrees_with_the_oracle_to_rounding", part=family,
+            float64=True, needs={"inputs": family}, masked=True,
+        )
+        for family in ("normal", "outliers", "needle_visible", "needle_hidden")
+    ),
+    *(
+        Drawn(
+            words=f"scores modified by {mod} have the logic of float64",
+            seed="test_score_mods.py::test_modified_scores_have_the_logic_of_float64", part=mod,
+            shards=(0, 5), float64=True, kernels="shared", needs={"score_mods": (mod,)},
+        )
+        for mod in ("softcap", "alibi", "bias", "sinks")
+    ),
+)  # fmt: skip
+_FINITE = tuple(
+    Drawn(
+        words=f"outputs are finite on {family}",
+        seed="test_accuracy.py::test_outputs_are_finite_however_far_the_logits_are_shifted",
+        part=family, shards=(0, 6), needs={"inputs": family}, masked=True,
+    )
+    for family in (
+        "lse_low_90", "lse_low_130", "lse_low_6e3", "lse_high_6e4", "lse_low_1e5", "lse_high_1e5"
+    )
+)  # fmt: skip
+_DIRTY = (
+    *(
+        Drawn(
+            words=f"{dirty} in padding changes nothing and gets zero gradients",
+            seed="test_rows_and_padding.py::"
+            "test_dirty_padding_changes_nothing_and_gets_zero_gradients",
+            part=dirty, shards=(2, 5), runs=2, needs={"padding": True, "dirty": dirty}, masked=True,
+        )
+        for dirty in ("nan", "inf", "max", "noise")
+    ),
+    *(
+        Drawn(
+            words=f"dirty padding of {name} alone changes nothing",
+            seed="test_rows_and_padding.py::test_dirty_padding_of_one_tensor_changes_nothing",
+            part=name, shards=(1, 9), runs=2, masked=True,
+            needs={"padding": True, "dirty": f"nan_{name}"},
+        )
+        for name in ("q", "k", "v", "dout")
+    ),
+)  # fmt: skip
+
+
+def _closed_form(name: str, words: str) -> tuple[Drawn, ...]:
+    """Return the test of a closed form, whose check replaces all values outside of padding."""
+    return (
+        Drawn(
+            words=words,
+            seed="test_closed_form.py::test_closed_form_outputs_show_what_was_seen_and_summed",
+            part=name, shards=(0, 8), runs=2, needs={"inputs": "normal", "dout": "normal"},
+            masked=True,
+        ),
+    )  # fmt: skip
+
+
+def _drawn(words: str, seed: str, **fields: Any) -> tuple[Drawn, ...]:
+    return (Drawn(words=words, seed=seed, **fields),)
+
+
+# One of them only, as each combination of score modifications compiles another kernel.
+_NO_OTHERS = {"softcaps": (None,), "alibis": (NO_ALIBI,)}
+# The kernel of dbias has constants for the dtype of a bias and for the axes along which it varies.
+# The other kernels have none for the axes, so that two shapes share them.
+_SHAPES = {"biases": grouped_biases(shapes=2)}
+_BIAS_ALONE = {"score_mods": ("bias",), **_NO_OTHERS, "sinks": (NO_SINKS,)}
+_SINKS_ALONE = {"score_mods": ("sinks",), **_NO_OTHERS, "biases": (NO_BIAS,)}
+# Some G12 problems of a baseline: elements 2**31 apart take gigabytes, and leave little room.
+_SMALL = 48
+
+_OF_ATTENTION = (
+    Claim(
+        guarantee=G1, name="G1", check=accuracy, standing=True, bounded=True, drawn=_ACCURACY
+    ),
+    Claim(guarantee=G2, name="G2", check=finite, drawn=_FINITE),
+    Claim(
+        guarantee=G3, name="G3", check=empty_rows, needs={"empty_rows": True},
+        applies=lambda x: x.mask.seqlens_q is not None,
+        drawn=_drawn(
+            "empty rows give zero output and take no part",
+            "test_rows_and_padding.py::test_empty_rows_give_zero_output_and_take_no_part",
+            shards=(1, 3), runs=2, needs={"empty_rows": True}, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G4, name="G4", check=dirty_padding, needs={"padding": True},
+        applies=lambda x: x.mask.seqlens_k is not None, drawn=_DIRTY,
+    ),
+    Claim(
+        guarantee=G5, name="G5", check=hidden_positions, needs={"hidden": True},
+        applies=lambda x: x.mask.right is not None,
+        drawn=_drawn(
+            "hidden positions add exactly nothing",
+            "test_rows_and_padding.py::test_hidden_positions_add_exactly_nothing",
+            shards=(0, 2), runs=3, needs={"hidden": True}, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G6, name="G6", check=full_overwrite,
+        drawn=_drawn(
+            "every element is written and nothing outside",
+            "test_memory.py::test_every_element_is_written_and_nothing_outside",
+            shards=(0, 3), runs=2, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G7, name="G7", check=reads_in_bounds,
+        drawn=_drawn(
+            "nothing outside the tensors elements is read",
+            "test_memory.py::test_nothing_outside_the_tensors_elements_is_read",
+            shards=(2, 3), runs=2, masked=True,
+            needs={"layouts": ("padded", "strided", "packed", "bshd")},
+        ),
+    ),
+    Claim(
+        guarantee=G8, name="G8", check=layout,
+        drawn=_drawn(
+            "any strides give what contiguous copies give",
+            "test_invariance.py::test_any_strides_give_what_contiguous_copies_give",
+            shards=(1, 2), runs=4, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G9, name="G9", check=independence,
+        drawn=_drawn(
+            "batch entries and heads do not influence each other",
+            "test_invariance.py::test_batch_entries_and_heads_do_not_influence_each_other",
+            shards=(0, 3), needs=_one_tile, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G10, name="G10", check=repeatable,
+        drawn=_drawn(
+            "the same inputs give the same bits run after run",
+            "test_invariance.py::test_the_same_inputs_give_the_same_bits_run_after_run",
+            shards=(2, 4), runs=4, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=G12, name="G12", check=far_offsets,
+        # Elements lie 2**31 apart: short sequences keep the buffers small.
+        needs={"max_seqlen": 32},
+        applies=lambda x: x.dtype in ("fp16", "bf16") and max(x.M, x.N) <= _SMALL,
+    ),
+    Claim(
+        guarantee=G13, name="G13", check=state,
+        drawn=_drawn(
+            "calls of other shapes in between change nothing",
+            "test_invariance.py::test_calls_of_other_shapes_in_between_change_nothing",
+            # The calls of another dtype in between compile kernels of their own.
+            shards=(3, 6), runs=17, kernels=2, masked=True,
+        ),
+    ),
+    Claim(
+        guarantee=T3, name="T3", check=logic, drawn=_LOGIC,
+        applies=lambda x: x.dtype == "fp64",
+    ),
+    Claim(guarantee=BACKWARD, name="backward", check=backward, group="elements", standing=True),
+    Claim(guarantee=LIMIT, name="limit", check=limits, group="elements", standing=True),
+    Claim(
+        guarantee=RMS, name="rms", check=rms, group="statistics", standing=True, applies=is_valid,
+    ),
+    Claim(
+        guarantee=BIAS, name="bias", check=bias, group="statistics", standing=True,
+        applies=is_valid,
+    ),
+    Claim(
+        guarantee=IDENTITIES, name="identities", check=identities, group="statistics",
+        applies=is_valid,
+        # RMS and bias stand on these problems too.
+        drawn=_drawn(
+            "errors are those of independent roundings",
+            "test_statistics.py::test_errors_are_those_of_independent_roundings",
+            shards=(2, 5), needs=_ordinary,
+        ),
+    ),
+    Claim(guarantee=EXACT, name="counts", check=counts, group="closed forms"),
+    Claim(
+        guarantee=EXACT, name="mask", check=mask_read_back, group="closed forms",
+        drawn=_closed_form("mask", "one-hot values read the mask back"),
+    ),
+    Claim(
+        guarantee=EXACT, name="ones", check=unit_values, group="closed forms",
+        applies=lambda x: x.dtype in ("fp16", "bf16"),
+        drawn=_closed_form("ones", "values of 1 give outputs of 1"),
+    ),
+    Claim(
+        guarantee=EXACT, name="doubled", check=doubled_values, group="closed forms",
+        drawn=_closed_form("doubled", "values times 8 give outputs times 8"),
+    ),
+    Claim(
+        guarantee=EXACT, name="permuted", check=permuted, group="closed forms",
+        drawn=_closed_form("permuted", "the order of entries and heads does not matter"),
+    ),
+    Claim(
+        guarantee=G1, name="dbias", check=bias_gradient, group="added",
+        drawn=(
+            Drawn(
+                words="the gradient of a bias lies within the derived bound",
+                seed="test_score_mods.py::"
+                "test_the_gradient_of_a_bias_lies_within_the_derived_bound",
+                shards=(0, 13), runs=2, kernels=4, choices=_SHAPES, needs=_BIAS_ALONE,
+            ),
+            Drawn(
+                words="the gradient of a bias has the logic of float64",
+                seed="test_score_mods.py::test_the_gradient_of_a_bias_has_the_logic_of_float64",
+                shards=(1, 6), float64=True, runs=2, kernels=4, choices=_SHAPES,
+                needs={"inputs": "normal", **_BIAS_ALONE},
+            ),
+        ),
+    ),
+    Claim(
+        guarantee=G1, name="dsinks", check=sink_gradient, group="added",
+        drawn=_drawn(
+            "the gradient of sinks lies within the derived bound",
+            "test_score_mods.py::test_the_gradient_of_sinks_lies_within_the_derived_bound",
+            shards=(0, 13), runs=2, kernels=5, needs=_SINKS_ALONE,
+        ),
+    ),
+    Claim(guarantee=G13, name="sequence", check=sequence, group="calls"),
+    Claim(guarantee=G6, name="sets", check=gradient_sets, group="calls"),
+    Claim(guarantee=G15, name="replayed", check=replayed, group="streams"),
+    Claim(guarantee=G15, name="first captured", check=first_captured, group="streams"),
+    Claim(guarantee=G15, name="side stream", check=on_a_side_stream, group="streams"),
+    Claim(guarantee=G15, name="two streams", check=on_two_streams, group="streams"),
+    Claim(guarantee=G15, name="other kernels", check=beside_other_kernels, group="streams"),
+    Claim(guarantee=G15, name="other device", check=on_another_device, group="streams"),
+)  # fmt: skip
+
+
+def _parts(guarantee: Guarantee, words: str, seed: str, **fields: Any) -> Claim:
+    """Return the claim that parts, or other forms, of a problem give the bits of the whole."""
+    promise = "" if guarantee == I6 else guarantee.key
+    return Claim(
+        guarantee=guarantee, name=guarantee.key, check=same_bits.CHECKS[guarantee.key],
+        group="parts", promise=promise, drawn=_drawn(words, f"test_same_bits.py::{seed}", **fields),
+    )  # fmt: skip
+
+
+_OF_PARTS = (
+    _parts(
+        I1, "an entry has the same bits beside any neighbours",
+        "test_an_entry_has_the_same_bits_beside_any_neighbours", shards=(0, 5), runs=5,
+    ),
+    _parts(
+        I2, "queries have the same bits in any chunks",
+        "test_queries_have_the_same_bits_in_any_chunks", shards=(1, 5), runs=4,
+    ),
+    _parts(
+        I4, "slices of heads have the same bits", "test_slices_of_heads_have_the_same_bits",
+        # Cases of their own have long keys.
+        shards=(2, 5), needs=_one_tile,
+    ),
+    _parts(
+        I5, "padded packed and contiguous sequences have the same bits",
+        "test_padded_packed_and_contiguous_sequences_have_the_same_bits",
+        # A padded problem, and the packed one, compile kernels that other tests do not.
+        shards=(3, 5), runs=4, kernels=3,
+    ),
+    _parts(
+        I6, "the forward without gradients agrees with that of training",
+        "test_the_forward_without_gradients_agrees_with_that_of_training", shards=(4, 5), runs=2,
+    ),
+)  # fmt: skip
+
+
+def _pooled(
+    guarantee: Guarantee, check: Check, words: str = "", seed: str = "", **fields: Any
+) -> Claim:
+    """Return a claim about pooled probabilities."""
+    drawn = _drawn(words, f"test_pooled.py::{seed}", **fields) if words else ()
+    return Claim(
+        guarantee=guarantee, name=f"pooled {guarantee.key}", check=check, group="pooled",
+        drawn=drawn,
+    )  # fmt: skip
+
+
+_OF_POOLED = (
+    _pooled(
+        G1, pooled.accuracy, "every pooled probability lies within the derived bound",
+        "test_every_pooled_probability_lies_within_the_derived_bound", shards=(13, 7), runs=4,
+    ),
+    _pooled(
+        G4, pooled.dirty_padding, "dirty padding changes no pooled probability",
+        "test_dirty_padding_changes_no_pooled_probability", shards=(20, 22), runs=5,
+        needs={"padding": True, "dirty": "nan"},
+    ),
+    _pooled(
+        G5, pooled.hidden_positions, "hidden keys change no pooled probability",
+        "test_hidden_keys_change_no_pooled_probability", shards=(5, 22), runs=5,
+        needs={"hidden": True},
+    ),
+    _pooled(G6, pooled.full_overwrite),
+    _pooled(G7, pooled.reads_in_bounds),
+    _pooled(
+        G8, pooled.layout, "any strides give the same pooled probabilities",
+        "test_any_strides_give_the_same_pooled_probabilities", shards=(6, 22), runs=5,
+    ),
+    _pooled(G9, pooled.independence),
+    _pooled(G10, pooled.repeatable),
+    _pooled(
+        T3, pooled.logic, "pooled probabilities have the logic of float64",
+        "test_pooled_probabilities_have_the_logic_of_float64", shards=(0, 6), float64=True, runs=4,
+        needs={"inputs": "normal"},
+    ),
+)  # fmt: skip
+
+
+def _merge(guarantee: Guarantee, name: str, check: Check, **fields: Any) -> Claim:
+    return Claim(guarantee=guarantee, name=name, check=check, kind="merge", **fields)
+
+
+def _cache(guarantee: Guarantee, name: str, check: Check, **fields: Any) -> Claim:
+    return Claim(guarantee=guarantee, name=name, check=check, kind="cache", **fields)
+
+
+_OF_MERGES = (
+    _merge(S1, "accuracy", merging.accuracy, standing=True, bounded=True),
+    _merge(S1, "grouping", merging.grouping),
+    _merge(S1, "silent parts", merging.silent_parts),
+    _merge(S1, "one part", merging.alone),
+    _merge(S1, "storage", merging.storage),
+    _merge(S1, "not hidden", merging.not_hidden),
+    _merge(S1, "far apart", merging.far_apart),
+    _merge(S2, "conventions", merging.conventions, needs={"hidden": 8}),
+    Claim(
+        guarantee=S1, name="ring", check=merging.of_a_ring, kind="ring", standing=True,
+        bounded=True,
+    ),
+)  # fmt: skip
+_OF_CACHES = (
+    _cache(G1, "accuracy", caches.accuracy, standing=True, bounded=True),
+    _cache(G1, "hidden tiles", caches.accuracy, needs={"behind_a_window": True}),
+    _cache(G1, "many keys", caches.accuracy, needs={"many_keys": True}),
+    _cache(C1, "pages", caches.pages),
+    _cache(C1, "page sizes", caches.page_sizes),
+    _cache(C2, "free rows", caches.free_rows),
+    _cache(C3, "written", caches.written, standing=True),
+    _cache(C3, "append", caches.append),
+    _cache(C5, "nothing cached", caches.nothing),
+    _cache(I1, "neighbours", caches.neighbours),
+    _cache(I3, "decoding", caches.decoding),
+    _cache(C4, "far pages", caches.far_pages),
+)  # fmt: skip
+
+CLAIMS: tuple[Claim, ...] = (
+    *_OF_ATTENTION, *_OF_PARTS, *_OF_POOLED, *_OF_MERGES, *_OF_CACHES
+)  # fmt: skip
+
+
+def claims_of(*groups: Group, kind: str = "attention") -> dict[str, Claim]:
+    """Return the claims of a kind by name: those of some groups, or of all."""
+    return {x.name: x for x in CLAIMS if x.kind == kind and (not groups or x.group in groups)}
+
+
+def checks_of(*groups: Group, kind: str = "attention") -> dict[str, Check]:
+    """Return the checks of ``claims_of`` by name."""
+    return {name: claim.check for name, claim in claims_of(*groups, kind=kind).items()}
+
+
+@cache
+def standing_of(kind: str) -> tuple[Claim, ...]:
+    """Return the claims that stand on every call of a kind."""
+    return tuple(claim for claim in CLAIMS if claim.kind == kind and claim.standing)
+
+
+# Every check of attention by name.
+BY_NAME: dict[str, Check] = checks_of()
+
+
+def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
+    """Return a check that makes several checks, and goes on after an exception of the kernel.
+
+    Args:
+        checks: The checks, by name.
+        unchecked: Receives the reason why a check was not made, by name.
+    """
+
+    def every(trial: Trial) -> list[Finding]:
+        findings: list[Finding] = []
+        for name, check in checks.items():
+            try:
+                findings += check(trial)
+            except (MemoryError, NotImplementedError) as reason:
+                unchecked[name] = str(reason)
+            except SubjectError as error:
+                raised = Finding.of_exception(error, trial.subject, trial.problem)
+                findings += [raised] * (raised not in findings)
+        return findings
+
+    return every

@@ -1,0 +1,111 @@
+"""The features of a call that a failure may need, as plain data, and their words.
+
+A feature is a name and, for a threshold or a set, a value: ``("N above", 16)``. Processes exchange
+the features of a cause. Names read as phrases, unless ``_PHRASES`` has other words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+__all__ = ["FIELDS", "Feature", "is_soft", "phrase", "present"]
+
+Value = int | tuple[str, ...] | None
+_Call = TypeVar("_Call")
+# Fields whose default value is the plain one, and the words for any other value.
+FIELDS = {
+    "softcap": "a softcap", "alibi": "ALiBi", "bias": "a bias", "sinks": "sinks",
+    "dlse": "a gradient of lse", "dirty": "padding that holds {}", "inputs": "inputs={}",
+    "dout": "dout={}", "sm_scale": "a scale that is not D**-0.5",
+}  # fmt: skip
+# Features at which an error first shows, beside thresholds of sizes.
+_SOFT = frozenset(
+    ("inputs", "dout", "sm_scale", "config", "several entries", "several heads", "lse family",
+     "out family")
+)  # fmt: skip
+
+
+class Feature(NamedTuple):
+    """A feature: its name, and its value if it is a threshold or a set."""
+
+    name: str
+    value: Value = None
+
+    def is_of(self, other: Feature) -> bool:
+        """Return whether another feature has the same name."""
+        return self.name == other.name
+
+    def joined(self, other: Feature) -> Feature:
+        """Return the feature of either of two problems: the lower threshold, or both values."""
+        if isinstance(self.value, int) and isinstance(other.value, int):
+            return Feature(self.name, min(self.value, other.value))
+        if isinstance(self.value, tuple) and isinstance(other.value, tuple):
+            return Feature(self.name, tuple(dict.fromkeys((*self.value, *other.value))))
+        return self
+
+
+def is_soft(feature: Feature) -> bool:
+    """Return whether another failure of the same cause may lack the feature.
+
+    A threshold of a size, or a family of inputs, is the one at which the error first shows.
+    """
+    name = feature.name
+    return name.endswith((" above", " is 1")) or " is no multiple of " in name or name in _SOFT
+
+
+def present(feature: Feature, call: _Call, features: Callable[[_Call], list[Feature]]) -> bool:
+    """Return whether a call has a feature, by the list of its features.
+
+    It has the name, a value above the threshold, and one of the dtypes or configurations.
+    """
+    for own in features(call):
+        if own.is_of(feature):
+            if isinstance(own.value, int) and isinstance(feature.value, int):
+                return own.value >= feature.value
+            if own.name in ("dtype", "config"):
+                return bool({*_values(own)} & {*_values(feature)})
+            return True
+    return False
+
+
+def _values(feature: Feature) -> tuple[str, ...]:
+    return feature.value if isinstance(feature.value, tuple) else ()
+
+
+def phrase(feature: Feature) -> str:
+    """Describe a feature in a few words."""
+    name, value = feature
+    if name in FIELDS:
+        return FIELDS[name].format(*(value if isinstance(value, tuple) else ("?",)))
+    if name in ("dtype", "config"):
+        words = ", ".join(value if isinstance(value, tuple) else ())
+        return f"inputs in {words}" if name == "dtype" else f"the configuration {words}"
+    if name.endswith(" family"):
+        return f"{name.split()[0]}={', '.join(value if isinstance(value, tuple) else ('?',))}"
+    if name.endswith(" above"):
+        return f"{name.removesuffix(' above')} > {value}"
+    if name.endswith(" is 1"):
+        return name.replace(" is ", " = ")
+    if " is no multiple " in name:
+        return name.replace(" is no ", " not a ")
+    if name.startswith("layout of "):
+        return f"{name.split()[2]} not contiguous"
+    return _PHRASES.get(name, name)
+
+
+_PHRASES = {
+    "zero size": "B, M or N of 0",
+    "empty rows": "rows that see no key",
+    "hidden keys": "a mask that hides keys",
+    "padded keys": "padded keys",
+    "padded rows": "padded rows",
+    "predicate": "a mask with a predicate",
+    "window left": "a window to the left",
+    "right bound": "keys hidden to the right",
+    "causal": "a causal mask",
+    "D != Dv": "Dv other than D",
+    "several problems": "several problems in a batch",
+    "several entries": "B > 1",
+    "several heads": "H > 1",
+}

@@ -1,0 +1,369 @@
+"""Merges of attention states: how they are run, shrunk and described.
+
+A kernel gets lses in its declared convention: base e or 2, and its value for parts that saw
+nothing. The truth is computed from the numbers that it gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from fa_verify.oracles.bounds.merging import merge_bound
+from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import DTYPES
+from fa_verify.oracles.reference.merging import Merged, merged
+from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.trial import Judged, SubjectError, Trial, run_states
+from fa_verify.properties.inputs.states import States, make_states
+from fa_verify.properties.kinds.feature import Feature, present
+from fa_verify.properties.kinds.kind import Kind
+from fa_verify.properties.kinds.reductions import steps
+from fa_verify.properties.problems.merges import merges
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported import ExcludedError
+
+__all__ = [
+    "MERGE", "Convention", "MergeTrial", "merge_in_groups", "run_merge", "silent_part"
+]  # fmt: skip
+
+_LN2 = math.log(2.0)
+_DEFAULT = MergeProblem()
+# Fields whose default is the plain value, and those that count as sizes.
+_PLAIN = ("lse", "out", "layout", "dout_layout", "hidden", "seed")
+_SIZES = {"B": "B", "H": "H", "M": "M", "Dv": "Dv"}
+
+
+class Convention(NamedTuple):
+    """The convention of lses: base 2 or e, and ``empty`` for a part that saw nothing."""
+
+    is_base_2: bool
+    empty: float
+
+    @classmethod
+    def of(cls, subject: Subject) -> Convention:
+        """Return the convention that a kernel declares."""
+        return cls(subject.lse_base == "2", float(subject.empty_lse))
+
+    def written(self, lses: torch.Tensor) -> torch.Tensor:
+        """Convert natural lses to those that the kernel gets, in the same dtype and strides."""
+        if self == (False, -math.inf):
+            return lses
+        values = lses.to(torch.float64) / (_LN2 if self.is_base_2 else 1.0)
+        values = torch.where(lses == -math.inf, self.empty, values)
+        return torch.empty_like(lses).copy_(values)
+
+    def natural(self, lses: torch.Tensor) -> torch.Tensor:
+        """Convert lses of the kernel to float64 natural ones, -inf for what saw nothing."""
+        values = lses.to(torch.float64)
+        values = torch.where(values == self.empty, -math.inf, values)
+        return values * _LN2 if self.is_base_2 else values
+
+
+@dataclass(frozen=True)
+class MergeTrial(Trial):
+    """A run of a merge.
+
+    Args:
+        problem: The merge.
+        inputs: Its tensors, as the kernel gets them.
+        exact: Its tensors with natural lses.
+        got: The results; lse is float64 and natural, gradients without elements were not computed.
+        want: The results of the float64 oracle.
+        bound: The derived bound.
+    """
+
+    problem: MergeProblem
+    inputs: States
+    exact: States
+    got: Merged
+    want: Merged
+    bound: Merged
+
+    @property
+    def outputs(self) -> Mapping[str, Judged]:
+        """The results that were computed."""
+        judged = zip(Merged._fields, self.got, self.want, self.bound, strict=True)
+        return {name: Judged(*x) for name, *x in judged if x[0].shape == x[1].shape}
+
+
+def run(subject: Subject, problem: MergeProblem) -> MergeTrial:
+    """Run a merge with its gradients, and judge it.
+
+    Raises:
+        SubjectError: The kernel raises, changes an input, or an output has a wrong shape or dtype.
+        NotImplementedError: The kernel refuses the merge.
+        RuntimeError: A bound is not finite, an error of the suite.
+    """
+    if reason := excludes(subject, problem):
+        raise NotImplementedError(reason)
+    convention, states = Convention.of(subject), make_states(problem)
+    given = states._replace(lses=convention.written(states.lses))
+    exact = given._replace(lses=convention.natural(given.lses))
+    got, bound = run_merge(subject, problem.dtype, given, exact, gradients=subject.backward)
+    if not all(bool(x.isfinite().all()) for x in bound):
+        raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
+    return MergeTrial(subject, problem, given, exact, got, merged(*exact), bound)
+
+
+def run_merge(
+    subject: Subject,
+    dtype: str,
+    given: States,
+    exact: States,
+    *,
+    gradients: bool,
+    in_turn: bool = True,
+) -> tuple[Merged, Merged]:
+    """Return the results of a merge, with a natural lse in float64, and their bound.
+
+    A kernel that refuses the number of parts, as it merges two at a time, merges them one after the
+    other, beside a part that saw nothing where there are fewer. There are no gradients then.
+
+    Args:
+        subject: The kernel.
+        dtype: The dtype of outs, as in problems.
+        given: The tensors, with lses in the convention of the kernel.
+        exact: The tensors with natural lses.
+        gradients: Whether to compute gradients.
+        in_turn: Whether a kernel that refuses the number of parts merges them in turn.
+
+    Raises:
+        SubjectError: As ``run``.
+        NotImplementedError: The kernel refuses the merge.
+    """
+    convention = Convention.of(subject)
+    try:
+        with GuardBands() as guards:
+            got = run_states(subject, given, gradients=gradients)
+    except NotImplementedError:
+        if len(given.outs) == 2 or not in_turn:
+            raise
+        while len(given.outs) < 2:
+            given = silent_part(given, convention.empty, math.nan, len(given.outs))
+            exact = silent_part(exact, -math.inf, math.nan, len(exact.outs))
+        return merge_in_groups(subject, dtype, given, exact, range(len(given.outs)), None)
+    if overruns := guards.overruns():
+        raise SubjectError(
+            f"a tensor of shape {tuple(overruns[0].tensor.shape)} {overruns[0].place}"
+        )
+    return got._replace(lse=convention.natural(got.lse)), _bound(subject, dtype, exact)
+
+
+def silent_part(states: States, empty: float, value: float, place: int) -> States:
+    """Insert a part that saw nothing before the part of a number.
+
+    Args:
+        states: The tensors of a merge.
+        empty: The lse of the part.
+        value: Its out.
+        place: The number.
+    """
+    out = states.outs.new_full((1, *states.outs.shape[1:]), value)
+    lse = states.lses.new_full((1, *states.lses.shape[1:]), empty)
+    return states._replace(
+        outs=torch.cat((states.outs[:place], out, states.outs[place:])),
+        lses=torch.cat((states.lses[:place], lse, states.lses[place:])),
+    )
+
+
+def _bound(subject: Subject, dtype: str, exact: States, **errors: torch.Tensor) -> Merged:
+    numerics = Numerics(flushes=subject.numerics.flushes)
+    return merge_bound(*exact, in_dtype=dtype, numerics=numerics, **errors)
+
+
+class _Group(NamedTuple):
+    """A merge of some parts: of the kernel, exact in float64, and how far they may be apart."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    exact: Merged
+    bound: Merged
+
+
+def merge_in_groups(
+    subject: Subject,
+    dtype: str,
+    given: States,
+    exact: States,
+    order: Iterable[int],
+    width: int | None,
+) -> tuple[Merged, Merged]:
+    """Merge parts in groups, and the results of groups again, until one is left.
+
+    The bound of the whole holds the roundings of the groups, as errors of its parts.
+
+    Args:
+        subject: The kernel.
+        dtype: The dtype of outs, as in problems.
+        given: The tensors, with lses in the convention of the kernel.
+        exact: The tensors with natural lses.
+        order: The parts, at least two.
+        width: Parts of a group; None merges one part after the other.
+
+    Returns:
+        The results without gradients, and their bound.
+
+    Raises:
+        SubjectError: As ``run``.
+        NotImplementedError: The kernel refuses groups of this width.
+    """
+    zeros = torch.zeros_like(exact.outs, dtype=torch.float64), torch.zeros_like(exact.lses)
+    groups = [
+        _Group(
+            given.outs[p], given.lses[p],
+            Merged(exact.outs[p], exact.lses[p], exact.outs[p], exact.lses[p]),
+            Merged(zeros[0][p], zeros[1][p], zeros[0][p], zeros[1][p]),
+        )
+        for p in order
+    ]  # fmt: skip
+
+    def joined(some: Sequence[_Group]) -> _Group:
+        """Merge the results of groups, one alone without a call."""
+        if len(some) == 1:
+            return some[0]
+        made = States(
+            torch.stack([x.out for x in some]), torch.stack([x.lse for x in some]),
+            given.dout, given.dlse,
+        )  # fmt: skip
+        truth = States(
+            torch.stack([x.exact.out for x in some]), torch.stack([x.exact.lse for x in some]),
+            given.dout, given.dlse,
+        )  # fmt: skip
+        bound = _bound(
+            subject, dtype, truth,
+            out_errors=torch.stack([x.bound.out for x in some]),
+            lse_errors=torch.stack([x.bound.lse for x in some]),
+        )  # fmt: skip
+        with GuardBands():
+            got = run_states(subject, made, gradients=False)
+        return _Group(got.out, got.lse, merged(*truth), bound)
+
+    while len(groups) > 1:
+        if width is None:
+            groups = [joined(groups[:2]), *groups[2:]]
+        else:
+            starts = range(0, len(groups), width)
+            groups = [joined(groups[start : start + width]) for start in starts]
+    whole = groups[0]
+    none = whole.out.new_empty(0)
+    got = Merged(whole.out, Convention.of(subject).natural(whole.lse), none, none)
+    return got, whole.bound
+
+
+def draw(
+    subject: Subject, *, dtype: str, device: str, **fixed: Any
+) -> st.SearchStrategy[MergeProblem]:
+    """Return merges of a dtype that a kernel takes; ``fixed`` are fields that are not drawn.
+
+    Raises:
+        ExcludedError: The kernel merges no states of the dtype.
+    """
+    if reason := excludes(subject, MergeProblem(dtype=dtype, device=device)):
+        raise ExcludedError(reason)
+    return merges(dtype, device, **fixed)
+
+
+def excludes(subject: Subject, problem: MergeProblem) -> str | None:
+    """Return the declaration that excludes a merge, as a sentence; None if none does."""
+    for word, holds in (
+        ("no states", subject.states is not None),
+        (f"dtypes={subject.dtypes}", problem.dtype in subject.dtypes),
+        (f"devices={subject.devices}", problem.device in subject.devices),
+    ):
+        if not holds:
+            return f"{subject.name} declares {word}"
+    return None
+
+
+def complexity(problem: MergeProblem) -> tuple[float, ...]:
+    """Return a sort key: sizes first, then the fields that differ from their default."""
+    sizes = (problem.B, problem.H, problem.M, problem.Dv)
+    fields = (getattr(problem, name) != getattr(_DEFAULT, name) for name in _PLAIN)
+    # A part without keys is a feature.
+    keys = sum(keys or 1 for keys in problem.parts)
+    return sum(sizes) + len(problem.parts), sum(fields) + 0.5 * problem.parts.count(0), keys
+
+
+def reductions(problem: MergeProblem) -> Iterator[MergeProblem]:
+    """Yield merges that are simpler in one field: fewer parts, plain fields, smaller sizes."""
+    parts = problem.parts
+    changes: list[dict[str, Any]] = [
+        *({"parts": parts[:count]} for count in (1, 2) if len(parts) > count),
+        *({"parts": (*parts[:p], *parts[p + 1 :])} for p in range(len(parts)) if len(parts) > 1),
+        *({name: getattr(_DEFAULT, name)} for name in _PLAIN),
+        *({name: size} for name in _SIZES for size in steps(getattr(problem, name))),
+        *({"parts": (*parts[:p], 1, *parts[p + 1 :])} for p, keys in enumerate(parts) if keys != 1),
+    ]
+    for change in changes:
+        simpler = dataclasses.replace(problem, **change)
+        if simpler != problem:
+            yield simpler
+
+
+def features(problem: MergeProblem) -> list[Feature]:
+    """Return the features of a merge."""
+    found = [
+        ("no parts", not problem.parts),
+        ("B or M of 0", 0 in (problem.B, problem.M)),
+        ("parts without keys", 0 in problem.parts),
+        ("parts that saw nothing in some rows", problem.hidden > 0),
+        ("parts that are not contiguous", problem.layout != "parts"),
+        ("gradients that are not contiguous", problem.dout_layout != "parts"),
+        ("several entries", problem.B > 1),
+        ("several heads", problem.H > 1),
+    ]
+    sizes = {"parts": len(problem.parts), "M": problem.M, "Dv": problem.Dv}
+    families = {"lse family": problem.lse, "out family": problem.out}
+    return [
+        *(Feature(name) for name, holds in found if holds),
+        Feature("dtype", (problem.dtype,)),
+        *(Feature(name, (x,)) for name, x in families.items() if x != "normal"),
+        *(Feature(f"{name} above", size - 1) for name, size in sizes.items() if size > 1),
+    ]
+
+
+def holds(feature: Feature, problem: MergeProblem) -> bool:
+    """Return whether a merge has a feature."""
+    return present(feature, problem, features)
+
+
+def without(
+    feature: Feature, problem: MergeProblem, configs: Iterable[str] = ()
+) -> Iterator[MergeProblem]:
+    """Yield merges without a feature that a merge has, nearest first."""
+    parts, value = problem.parts, feature.value
+    changes: dict[str, list[dict[str, Any]]] = {
+        "no parts": [{"parts": (1,)}, {"parts": (1, 1)}],
+        "B or M of 0": [{name: max(1, getattr(problem, name)) for name in ("B", "M")}],
+        "parts without keys": [
+            {"parts": tuple(keys or 1 for keys in parts)},
+            {"parts": tuple(keys for keys in parts if keys)},
+        ],
+        "parts that saw nothing in some rows": [{"hidden": 0}],
+        "parts that are not contiguous": [{"layout": "parts"}],
+        "gradients that are not contiguous": [{"dout_layout": "parts"}],
+        "several entries": [{"B": 1}],
+        "several heads": [{"H": 1}],
+        "dtype": [{"dtype": dtype} for dtype in DTYPES],
+        "lse family": [{"lse": "normal"}],
+        "out family": [{"out": "normal"}],
+    }
+    if feature.name.endswith(" above"):
+        assert isinstance(value, int)
+        name = feature.name.removesuffix(" above")
+        changes[feature.name] = [{name: parts[:value] if name == "parts" else value}]
+    for change in changes.get(feature.name, ()):
+        changed = dataclasses.replace(problem, **change)
+        if not holds(feature, changed):
+            yield changed
+
+
+MERGE = Kind(draw, excludes, run, reductions, complexity, features, holds, without)

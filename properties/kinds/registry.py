@@ -1,0 +1,32 @@
+"""The kinds of calls by name."""
+
+from __future__ import annotations
+
+from fa_verify.oracles.call import Call
+from fa_verify.properties.kinds.attention import ATTENTION
+from fa_verify.properties.kinds.caches import CACHE
+from fa_verify.properties.kinds.kind import Kind
+from fa_verify.properties.kinds.merges import MERGE
+from fa_verify.properties.kinds.rings import RING
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["KINDS", "kind_of", "kinds_of"]
+
+KINDS: dict[str, Kind] = {"attention": ATTENTION, "merge": MERGE, "ring": RING, "cache": CACHE}
+
+
+def kind_of(call: Call) -> Kind:
+    """Return the kind of a call."""
+    return KINDS[call.kind]
+
+
+def kinds_of(subject: Subject) -> tuple[str, ...]:
+    """Return the names of the kinds of calls that a kernel takes."""
+    attends = not (subject.merges_alone or subject.reads_caches_alone)
+    takes = {
+        "attention": attends,
+        "merge": subject.states is not None,
+        "ring": subject.states is not None and attends and subject.backward and subject.lse_grad,
+        "cache": subject.kvcache is not None,
+    }
+    return tuple(name for name in KINDS if takes[name])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.guarantee import G1
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 
 
 # Drawn problems of larger head dims are few. Ordinary data show roundings in 16 bits best, and
 # scores far from 0 the roundings of their dots.
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize("family", ["normal", "lse_low_130"])
 def test_larger_head_dims_are_accurate_on_these_families(check_one, larger, device, family):
     D, Dv = larger.head_dims
@@ -20,6 +22,7 @@ def test_larger_head_dims_are_accurate_on_these_families(check_one, larger, devi
     check_one(problem, claims.accuracy)
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize("splits", [False, True], ids=["", "splits"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_keys_of_tiny_weight_are_not_skipped(check_one, subject, device, seed, splits):

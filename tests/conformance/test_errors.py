@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from fa_verify.oracles.guarantee import G14
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.session import is_ours
@@ -66,10 +67,12 @@ def call(subject, device, changed):
     )
 
 
+@pytest.mark.asks(G14)
 def test_the_valid_arguments_are_accepted(subject, device):
     call(subject, device, {})
 
 
+@pytest.mark.asks(G14)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_refused_by_name(subject, device, name):
     argument, changed = BAD[name]
@@ -77,6 +80,7 @@ def test_bad_arguments_are_refused_by_name(subject, device, name):
         call(subject, device, changed)
 
 
+@pytest.mark.asks(G14)
 def test_an_unknown_configuration_is_refused_by_name(subject, device):
     with pytest.raises(NotImplementedError, match=r"declares configs .*'16x16'"):
         subject.run(*(arguments(device)[name] for name in "qkv"), Problem(config="huge"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.conformance.sampled_rows import findings_in_rows, sampled
+from fa_verify.oracles.guarantee import EXACT, G1, G12
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
@@ -51,6 +52,7 @@ PATHS = {
 ON_A_CPU = ("packed", "64 splits", "a predicate")
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize(
     "mask", [Mask(causal=True), Mask(causal=True, window_left=300)], ids=["causal", "window"]
 )
@@ -63,12 +65,14 @@ def test_long_sequences_lie_within_the_derived_bound(check_one, subject, device,
     check_one(problem, claims.accuracy)
 
 
+@pytest.mark.asks(EXACT)
 def test_long_rows_count_their_keys(check_one, device):
     N = COUNTED[device]
     problem = Problem(M=64, N=N, dtype="fp16", mask=Mask(causal=True), seed=1, device=device)
     check_one(problem, checks_of("closed forms")["counts"])
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize("mask", [Mask(), PrefixLM(prefix=5)], ids=["full", "predicate"])
 @pytest.mark.parametrize("long", ["rows", "keys"])
 def test_more_than_256_tiles_in_a_row_are_visited(check_one, subject, device, long, mask):
@@ -108,6 +112,7 @@ def check_rows(runner):
     return check
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("place", range(3), ids=["short", "middle", "long"])
 def test_sampled_rows_of_every_path_lie_within_the_bound(check_rows, subject, device, path, place):
@@ -123,6 +128,7 @@ def test_sampled_rows_of_every_path_lie_within_the_bound(check_rows, subject, de
     check_rows(problem, sampled(N, ROWS[device]))
 
 
+@pytest.mark.asks(G1)
 def test_a_million_rows_and_keys_are_right(check_rows, device, gpu_memory):
     if device == "cpu":
         pytest.skip("takes days without a GPU")
@@ -135,6 +141,7 @@ def test_a_million_rows_and_keys_are_right(check_rows, device, gpu_memory):
     check_rows(problem, sampled(MILLION, 60), with_rms=False)
 
 
+@pytest.mark.asks(G12)
 def test_more_than_2_to_the_31_rows_are_right(check_rows, device, gpu_memory):
     if device == "cpu":
         pytest.skip("needs tensors of 4 GiB and more")

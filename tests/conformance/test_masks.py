@@ -10,6 +10,7 @@ import random
 import hypothesis
 import pytest
 
+from fa_verify.oracles.guarantee import FORMS, G1, T3
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import claims_of
@@ -32,6 +33,7 @@ def pytest_generate_tests(metafunc):
             metafunc.parametrize(fixture, found, ids=lambda found: found.__name__)
 
 
+@pytest.mark.asks(FORMS)
 @pytest.mark.parametrize("form", ["definition", "kernel", "block_map", "relation"])
 def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
     """The tests of a run start with this one, so that no kernel is blamed for its mask."""
@@ -55,12 +57,14 @@ def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
         pytest.fail(f"{found}\n  replay: {replay}", pytrace=False)
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.shards(0, 15)
 def test_a_kernel_that_evaluates_a_mask_is_within_the_bound(for_all, shard, masks):
     # Each mask compiles kernels of its own.
     for_all(claims.accuracy, shard, kernels=2, needs={"mask": masks})
 
 
+@pytest.mark.asks(T3)
 @pytest.mark.shards(0, 4, float64=True)
 def test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64(for_all, shard, masks):
     for_all(claims.logic, shard, needs={"mask": masks, "inputs": "normal"})

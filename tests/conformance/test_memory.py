@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from fa_verify.oracles.guarantee import G6
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -13,12 +14,14 @@ from fa_verify.properties.checks import claims
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 
 
+@pytest.mark.asks(G6)
 @pytest.mark.shards(3, 4)
 def test_any_set_of_gradients_is_what_all_of_them_are(check_one, subject, device, shard):
     check_one(of_sets(subject, shard.dtype, shard.config, shard.head_dims[0], device), sets)
 
 
 # Configurations of two passes and of one, for the gradient of a bias beside a block mask.
+@pytest.mark.asks(G6)
 @pytest.mark.parametrize("passes", ["two", "one"])
 def test_any_set_of_gradients_with_that_of_a_bias(check_one, subject, device, passes):
     config = "16x16-one_pass" if passes == "one" else "16x16"

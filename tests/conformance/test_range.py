@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from fa_verify.oracles.guarantee import G1, G12
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import LAYOUTS, Problem
@@ -22,6 +23,7 @@ TAIL = 4096
 GIB_OF_LARGE_TENSORS = 40
 
 
+@pytest.mark.asks(G12)
 @pytest.mark.shards(0, 4)
 def test_elements_2_to_the_31_apart_are_read_where_they_are(for_all, shard, subject):
     if not {"padded", "strided"} & set(subject.layouts or LAYOUTS):
@@ -36,6 +38,7 @@ def test_elements_2_to_the_31_apart_are_read_where_they_are(for_all, shard, subj
 HEADS = {"a prime": (1, 37, 37), "a group of 17": (1, 34, 2), "nine entries": (9, 5, 1)}
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_heads_and_entries_are_right(check_one, subject, device, heads):
     B, H, Hk = HEADS[heads]
@@ -54,6 +57,7 @@ def test_many_heads_and_entries_are_right(check_one, subject, device, heads):
     check_one(problem, claims.accuracy)
 
 
+@pytest.mark.asks(G12)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_more_heads_than_65535_are_right(check_one, device, dtype):
     if device == "cpu":
@@ -64,6 +68,7 @@ def test_more_heads_than_65535_are_right(check_one, device, dtype):
     check_one(problem, claims.accuracy)
 
 
+@pytest.mark.asks(G12)
 @pytest.mark.parametrize("long", ["queries", "keys"])
 @pytest.mark.parametrize(("heads", "D"), [(2, 256), (1, 128)])
 def test_tensors_of_more_than_2_to_the_31_elements_are_right(

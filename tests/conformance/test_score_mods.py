@@ -6,11 +6,16 @@ import dataclasses
 
 import pytest
 
+from fa_verify.oracles.guarantee import G1, T3
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.checks.claims import checks_of, claims_of
 from fa_verify.properties.inputs.families import NO_SINKS
 
+CLAIMS = [
+    pytest.param(x, id=x.name, marks=pytest.mark.asks(x.guarantee))
+    for x in claims_of("call").values()
+]
 # Several tiles, padding, empty rows, and a tile that the window's edge crosses.
 SOME = Problem(
     B=2, H=2, M=19, N=21, D=24, Dv=17, dtype="fp16", dirty="nan", seed=1,
@@ -21,14 +26,15 @@ SOME = Problem(
 
 
 @pytest.mark.parametrize("sinks", [NO_SINKS, "some_absent"])
-@pytest.mark.parametrize("guarantee", checks_of("call"))
-def test_modified_scores_keep_every_guarantee(check_one, subject, device, guarantee, sinks):
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_modified_scores_keep_every_guarantee(check_one, subject, device, claim, sinks):
     config = SOME.config if SOME.config in subject.configs else next(iter(subject.configs))
-    dtype = "fp64" if guarantee == "T3" else SOME.dtype
+    dtype = "fp64" if claim.guarantee is T3 else SOME.dtype
     problem = dataclasses.replace(SOME, config=config, dtype=dtype, device=device, sinks=sinks)
-    check_one(problem, checks_of("call")[guarantee])
+    check_one(problem, claim.check)
 
 
+@pytest.mark.asks(G1)
 @pytest.mark.parametrize(
     ("check", "sinks"), [("G1", NO_SINKS), ("dbias", NO_SINKS), ("dsinks", "some_absent")]
 )

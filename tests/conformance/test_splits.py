@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.guarantee import T3
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.checks.claims import claims_of
 
+CLAIMS = [
+    pytest.param(x, id=x.name, marks=pytest.mark.asks(x.guarantee))
+    for x in claims_of("call").values()
+]
 # Enough keys for several tiles in every split; fewer in the interpreter, which is slow.
 KEYS = {"cpu": 120, "cuda": 20_000}
 # (dtype, rows, mask): splits with many tiles; with one or none, where a window or lengths leave
@@ -21,18 +26,16 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("guarantee", checks_of("call"))
+@pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize("few", FEW)
-def test_few_rows_against_long_keys_keep_every_guarantee(
-    check_one, subject, device, few, guarantee
-):
+def test_few_rows_against_long_keys_keep_every_guarantee(check_one, subject, device, few, claim):
     dtype, M, mask = FEW[few]
     # A shard has most kernels of these head_dims.
     problem = Problem(
-        B=2, H=2, M=M, N=KEYS[device], D=24, Dv=32, dtype="fp64" if guarantee == "T3" else dtype,
-        mask=mask, dirty="nan", seed=1, config=a_split_of(subject, few), device=device,
+        B=2, H=2, M=M, N=KEYS[device], D=24, Dv=32, mask=mask, dirty="nan", seed=1, device=device,
+        dtype="fp64" if claim.guarantee is T3 else dtype, config=a_split_of(subject, few),
     )  # fmt: skip
-    check_one(problem, checks_of("call")[guarantee])
+    check_one(problem, claim.check)
 
 
 def a_split_of(subject, few: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from fa_verify.conformance.conftest import LARGE_TILE
 from fa_verify.conformance.fresh_process import digests
+from fa_verify.oracles.guarantee import G13
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
@@ -30,6 +31,7 @@ CALLS = 100
 MASKS = (Mask(), PrefixLM(prefix=5), BlockSparse(side=32, percent=60, seed=2))
 
 
+@pytest.mark.asks(G13)
 def test_the_hundredth_call_gives_what_the_first_gave(check_one, subject, device):
     problem = Problem(
         N=2, dtype=subject.dtypes[0], device=device, config=next(iter(subject.configs))
@@ -43,6 +45,7 @@ def test_the_hundredth_call_gives_what_the_first_gave(check_one, subject, device
     check_one(problem, hundred_calls)
 
 
+@pytest.mark.asks(G13)
 @pytest.mark.shards(1, 5)
 def test_calls_that_differ_in_one_argument_do_not_depend_on_their_order(
     check_one, subject, device, shard, pytestconfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.guarantee import RMS
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import identities, statistics
@@ -17,6 +18,7 @@ def as_by_independent_roundings(trial):
     return [*statistics.rms(trial), *statistics.bias(trial), *identities.identities(trial)]
 
 
+@pytest.mark.asks(RMS)
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=True)], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_errors_of_many_rows_are_those_of_independent_roundings(check_one, device, dtype, mask):

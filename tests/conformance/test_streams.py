@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.guarantee import G15
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
@@ -30,6 +31,7 @@ ASKED = (
 )
 
 
+@pytest.mark.asks(G15)
 @pytest.mark.parametrize(("check", "name"), ASKED, ids=lambda x: x.replace(" ", "_"))
 def test_streams_and_graphs_change_no_result(check_one, subject, device, check, name):
     if device == "cpu":

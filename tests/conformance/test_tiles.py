@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fa_verify.oracles.guarantee import G11
 from fa_verify.properties.checks import claims
 from fa_verify.shards import Shard
 
@@ -11,6 +12,7 @@ from fa_verify.shards import Shard
 COST_OF_SPLITS = 4
 
 
+@pytest.mark.asks(G11)
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_every_tile_configuration_is_within_the_bound(for_all, subject, config, dtype, device):
     dtypes = subject.configs[config].get("dtypes", subject.dtypes)

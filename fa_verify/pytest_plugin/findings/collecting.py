@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fa_verify.pytest_plugin.findings.asked import ASKED, GUARANTEES, guarantee_of
+from fa_verify.oracles.guarantee import EXCEPTION, GUARANTEES, guarantee_of
 
 __all__ = ["collected", "recorded"]
 
@@ -67,8 +67,7 @@ def collected(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _count(record: Mapping[str, Any], of: Any) -> None:
     """Add a test's outcome to the counts of the guarantees that it checks or violates."""
-    name = record["test"].rpartition("::")[2].partition("[")[0]
-    asked = ASKED.get(name, name)
+    asked = record["asks"]
     if record["outcome"] == "passed":
         if asked is not None:
             of(asked)["passed"] += 1
@@ -77,7 +76,8 @@ def _count(record: Mapping[str, Any], of: Any) -> None:
             of(asked)["skipped"][record["said"]] += 1
     else:
         # A crash violates one guarantee only: that the kernel computes or refuses a problem.
-        of_no_finding = "exception" if record["outcome"] == "crashed" else asked or "exception"
+        exception = EXCEPTION.key
+        of_no_finding = exception if record["outcome"] == "crashed" else asked or exception
         said = {"guarantee": of_no_finding, "message": record["said"], "problem": ""}
         failed: dict[str, list[Mapping[str, str]]] = {}
         for finding in record["findings"] or [said]:

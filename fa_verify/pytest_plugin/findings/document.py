@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fa_verify.pytest_plugin.findings.asked import ASKED, GUARANTEES
+from fa_verify.oracles.guarantee import GUARANTEES
+from fa_verify.properties.checks.claims import CLAIMS
 from fa_verify.pytest_plugin.findings.process import FINISHED
 from fa_verify.pytest_plugin.findings.unpromised import unpromised
 
@@ -81,9 +82,10 @@ def _table(subjects: Mapping[str, Any]) -> Iterator[str]:
     yield "|---" * (1 + len(subjects)) + "|"
     cut = [name for name, subject in subjects.items() if subject["ended"] != FINISHED]
     met = dict.fromkeys(key for subject in subjects.values() for key in subject["guarantees"])
+    claimed = {claim.guarantee.key for claim in CLAIMS}
     for key in dict.fromkeys((*GUARANTEES, *met)):
         # A guarantee that no test checks by itself has a row only if it failed.
-        if key in met or (cut and key in ASKED.values()):
+        if key in met or (cut and key in claimed):
             cells = (_cell(key, subject) for subject in subjects.values())
             yield f"| {_title(key)} | {' | '.join(cells)} |"
     if cut:
@@ -104,8 +106,7 @@ def _cell(key: str, subject: Mapping[str, Any]) -> str:
 
 
 def _title(key: str) -> str:
-    words = GUARANTEES.get(key, key)
-    return words if key in words else f"{key} {words}"
+    return GUARANTEES[key].row if key in GUARANTEES else key
 
 
 def _section(name: str, subject: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ VERSION = 1
 ROOT = Path(__file__).parents[3]
 # Number of lines kept of a failure message, such as an assertion with its diff.
 MOST_LINES = 12
-_FINDINGS, _SAID = "findings", "said"
+_FINDINGS, _SAID, _ASKS = "findings", "said", "asks"
 
 
 def plain(text: str) -> str:
@@ -58,6 +58,8 @@ class Recording:
 
     def __init__(self, config: pytest.Config, subject: Subject, tally: Tally) -> None:
         self.config, self.subject, self.tally = config, subject, tally
+        # The guarantee that a test asks for, by its id; from the report of its setup.
+        self._asks: dict[str, str] = {}
         self.path = (
             None if hasattr(config, "workerinput") else Path(config.getoption("--fa-findings"))
         )
@@ -84,6 +86,9 @@ class Recording:
     ) -> Iterator[None]:
         """Attach the findings or the message of a failure to its report."""
         report = yield
+        marker = item.get_closest_marker("asks")
+        if report.when == "setup" and marker is not None:
+            report.user_properties.append((_ASKS, marker.args[0].key))
         error = call.excinfo.value if call.excinfo else None
         if isinstance(error, Violation):
             found = [
@@ -102,9 +107,12 @@ class Recording:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the record of a test."""
+        properties: dict[str, Any] = dict(report.user_properties)
+        if _ASKS in properties:
+            # A test whose worker dies has no other report.
+            self._asks[report.nodeid] = properties[_ASKS]
         if report.when != "call" and report.passed:
             return
-        properties: dict[str, Any] = dict(report.user_properties)
         said = properties.get(_SAID, "")
         if report.skipped and isinstance(report.longrepr, tuple):
             said = report.longrepr[2].removeprefix("Skipped: ")
@@ -114,6 +122,7 @@ class Recording:
         self._write(
             kind="test",
             test=report.nodeid,
+            asks=self._asks.get(report.nodeid),
             outcome="crashed" if crashed else report.outcome,
             seconds=round(report.duration, 2),
             said=said,

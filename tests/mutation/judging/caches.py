@@ -12,9 +12,11 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.caches import CACHES, found_in_cache
+from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.supported_caches import hidden_first, lengthened
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
+from tests.mutation.judging.merging import kills_of_call
 
 __all__ = ["is_of_caches", "kills_by_caches"]
 
@@ -73,6 +75,13 @@ _PROBLEMS = (
     CacheProblem(attention=_EMPTY),
     CacheProblem(attention=_TWO_BLOCKS, page_size=7),
 )
+_CHECKS = checks_of(kind="cache")
+# The calls as they are drawn for each check.
+_ASKED: dict[str, Callable[[CacheProblem], CacheProblem]] = {
+    **dict.fromkeys(_CHECKS, lambda problem: problem),
+    "hidden tiles": lambda problem: hidden_first(problem, 17),
+    "many keys": lengthened,
+}
 # The checks of calls of the same entries, which a mask with a predicate is for.
 _OF_SAME_ENTRIES = ("accuracy", "pages", "free rows")
 
@@ -86,9 +95,9 @@ def is_of_caches(mutant: Mutant) -> bool:
 def kills_by_caches(subject: Subject) -> dict[str, Callable[[], Iterator[Kill]]]:
     """The calls with a cache, by name; each yields its first finding, as a check of no step."""
     return {
-        f"caches {number}, {name}": partial(_kills, subject, problem, name)
+        f"caches {number}, {name}": partial(_kills, subject, asked(problem), name)
         for number, problem in enumerate(_PROBLEMS)
-        for name in CACHES
+        for name, asked in _ASKED.items()
         # Entries without keys decode nothing.
         if name in _OF_SAME_ENTRIES
         or (problem.attention.mask.is_plain and min(problem.seqlens) > 0)
@@ -96,11 +105,5 @@ def kills_by_caches(subject: Subject) -> dict[str, Callable[[], Iterator[Kill]]]
 
 
 def _kills(subject: Subject, problem: CacheProblem, name: str) -> Iterator[Kill]:
-    try:
-        with dots_in_order():
-            found = found_in_cache(subject, problem, CACHES[name])
-    except NotImplementedError as error:
-        yield Kill("raised", -1, str(error)[:500])
-        return
-    for finding in found[:1]:
-        yield Kill(f"cache {name}", -1, str(finding)[:500])
+    with dots_in_order():
+        yield from kills_of_call(f"cache {name}", subject, problem, _CHECKS[name])

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
-
-from fa_verify.properties.checks.ring import ring
 
 from fa_verify.diagnosis.mutant import Kill
+from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.merging import MERGES, found_in
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.checks.claims import Check, checks_of
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["FILES", "kills_by_merging"]
+__all__ = ["FILES", "kills_by_merging", "kills_of_call"]
 
 # Files whose mutants merges judge, before the steps.
 FILES = frozenset(
@@ -47,37 +47,37 @@ _FAR = tuple(
     MergeProblem(parts=(2, 5, 3), B=2, H=2, M=2, Dv=3, dtype="fp32", seed=seed)
     for seed in range(0, 20)
 )
-_RING = (
-    Problem(B=2, H=4, Hk=2, M=20, N=24, D=5, Dv=3, dtype="fp64", mask=Mask(causal=True),
+_RING = RingProblem(
+    attention=Problem(B=2, H=4, Hk=2, M=20, N=24, D=5, Dv=3, dtype="fp64", mask=Mask(causal=True),
             config="16x16", seed=3),
-    (5, 0, 17, 2),
+    lengths=(5, 0, 17, 2),
 )  # fmt: skip
 
 
 def kills_by_merging(subject: Subject) -> dict[str, Callable[[], Iterator[Kill]]]:
     """The merges and the ring, by name; each yields its first finding, as a check of no step."""
+    checks = checks_of(kind="merge")
     merges = {
-        f"merging {number}, {name}": partial(_kills, f"S1 {name}", found_in, subject, x, check)
+        f"merging {number}, {name}": partial(kills_of_call, f"S1 {name}", subject, x, check)
         for number, x in enumerate(_PROBLEMS)
-        for name, check in MERGES.items()
+        for name, check in checks.items()
         if name != "far apart"
     }
     far = {
         f"merging far apart {x.seed}": partial(
-            _kills, "S1 far apart", found_in, subject, x, MERGES["far apart"]
+            kills_of_call, "S1 far apart", subject, x, checks["far apart"]
         )
         for x in _FAR
     }
-    return {**merges, "ring": partial(_kills, "S1 ring", ring, subject, *_RING), **far}
+    ring = checks_of(kind="ring")["ring"]
+    return {**merges, "ring": partial(kills_of_call, "S1 ring", subject, _RING, ring), **far}
 
 
-def _kills(
-    name: str, findings_of: Callable[..., Sequence[Finding]], *arguments: Any
-) -> Iterator[Kill]:
-    try:
-        found = findings_of(*arguments)
-    except NotImplementedError as error:
-        yield Kill("raised", -1, str(error)[:500])
-        return
-    for finding in found[:1]:
+def kills_of_call(name: str, subject: Subject, call: Call, check: Check) -> Iterator[Kill]:
+    """Judge a call by a check; yield the first finding, or why the call was refused."""
+    runner = Runner(subject, Tally())
+    findings = runner.findings(call, check)
+    for finding in findings[:1]:
         yield Kill(name, -1, str(finding)[:500])
+    if not findings and runner.refusals and not runner.judged:
+        yield Kill("raised", -1, next(iter(runner.refusals))[:500])

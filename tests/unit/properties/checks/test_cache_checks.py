@@ -139,7 +139,8 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
 # Calls as they are drawn for a check, where it needs more than PROBLEM has.
 DRAWN = {"hidden tiles": lambda problem: hidden_first(problem, 17), "many keys": lengthened}
 WRONG = {
-    "accuracy": drops_the_append, "written": drops_the_append, "hidden tiles": starts_at_0, "many keys": folds_the_table,
+    "accuracy": drops_the_append, "written": drops_the_append, "hidden tiles": starts_at_0,
+    "many keys": folds_the_table,
     "pages": rounds_by_places, "page sizes": rounds_by_pages, "free rows": reads_free_rows,
     "append": appends_badly, "nothing cached": hides_empty_rows,
     "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,

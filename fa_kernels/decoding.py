@@ -78,7 +78,8 @@ def flash_attention_with_kvcache(
         mask: As in ``flash_attention``, in place of causal and window_size. Its seqlens_q are None,
             and its seqlens_k the keys of each entry after the append; they are compared with ints
             in ``cache_seqlens``, not with a tensor. A mask with a predicate is evaluated for every
-            key in the window, and for one head of queries a tile.
+            key in the window, and for one head of queries a tile. Its N is the number of places of
+            an entry.
         causal: Sets window_right to 0.
         window_size: (window_left, window_right), ints >= 0; None or -1 is unbounded.
         sm_scale: Factor on q.k, finite and > 0; None is D ** -0.5.

@@ -113,6 +113,10 @@ def _other_sizes(subject: Subject, problem: CacheProblem) -> _Calls:
 
 def page_sizes(trial: CacheTrial) -> list[Finding]:
     """C1: the size of pages, and a contiguous cache, change no bit."""
+    if not trial.problem.attention.mask.is_plain:
+        # It may depend on the places of an entry.
+        trial.not_applicable(C1.key, _OF_ENTRIES)
+        return []
     return _other_calls(trial, "varlen", C1)
 
 

@@ -107,7 +107,7 @@ Group = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
     """A conformance test that draws problems of attention for a claim, shard by shard.
 
@@ -147,7 +147,7 @@ class Drawn:
         return self.needs(shard) if callable(self.needs) else self.needs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Claim:
     """A check of a guarantee.
 

@@ -91,13 +91,17 @@ def run(subject: Subject, problem: CacheProblem) -> CacheTrial | None:
     x = make_cache(problem, inputs)
     caches = expected(x)
     got = run_cache(subject, problem, x)
+    attention = problem.attention
+    if not attention.mask.is_plain:
+        # A predicate may depend on N: the places of an entry, with or without keys.
+        attention = dataclasses.replace(attention, N=x.table.shape[1] * x.k_cache.shape[1])
     seqlens = torch.tensor(problem.seqlens)
-    k, v = (gathered(cache, seqlens, x.table, problem.attention.N) for cache in caches)
+    k, v = (gathered(cache, seqlens, x.table, attention.N) for cache in caches)
     judged = subject
     if subject.kvcache_splits is not None:
         # The splits of its calls with a cache.
         judged = subject.assuming({"splits": subject.kvcache_splits(problem.attention)})
-    planned = plan_run(judged, problem.attention, inputs._replace(k=k, v=v))
+    planned = plan_run(judged, attention, inputs._replace(k=k, v=v))
     if planned is None:
         return None
     return CacheTrial(subject, problem, inputs, x, caches, got, planned)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.bounds.error_model import Judgement, judge
 from fa_verify.oracles.bounds.merging import merge_bound
 from fa_verify.oracles.bounds.ring import KeyErrors, gradient_errors
+from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
@@ -211,13 +212,27 @@ def draw(subject: Subject, *, dtype: str, device: str, **_: Any) -> st.SearchStr
     """Return rings of a dtype that a kernel takes.
 
     Raises:
-        ExcludedError: The kernel does not attend, merge and differentiate both.
+        ExcludedError: The kernel does not attend, merge and differentiate both, or its declarations
+            exclude the plainest ring.
     """
     config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
-    whole = Problem(dtype=dtype, device=device, config=config)
-    if reason := excludes(subject, RingProblem(attention=whole)):
+    D, step = min(subject.head_dims or (16,)), subject.seqlen_multiple
+    whole = Problem(M=step, N=step, D=D, Dv=D, dtype=dtype, device=device, config=config)
+    if reason := excludes(subject, RingProblem(attention=whole, lengths=(step,))):
         raise ExcludedError(reason)
-    return rings(dtype, device, config)
+    fixed: dict[str, st.SearchStrategy[Any]] = {}
+    causal = dataclasses.replace(whole, M=2 * step, N=2 * step, mask=Mask(causal=True))
+    if excludes(subject, RingProblem(attention=causal, lengths=(step, step))):
+        fixed["mask"] = st.just(Mask())
+    if subject.head_dims is not None:
+        fixed |= {name: st.sampled_from(subject.head_dims) for name in ("D", "Dv")}
+    if not subject.gqa:
+        fixed["G"] = st.just(1)
+    if step > 1:
+        fixed["M"] = st.sampled_from((step, 2 * step))
+        fixed["lengths"] = st.lists(fixed["M"], min_size=1, max_size=3).map(tuple)
+    drawn = rings(dtype, device, config, **fixed)
+    return drawn if subject.dv_ne_d else drawn.map(lambda x: changed(x, Dv=x.attention.D))
 
 
 def excludes(subject: Subject, ring: RingProblem) -> str | None:
@@ -245,8 +260,8 @@ def reductions(ring: RingProblem) -> Iterator[RingProblem]:
         for p, length in enumerate(lengths)
         for size in simpler.steps(length)
     ]
-    for changed in (*fewer, *shorter):
-        yield _of_lengths(ring, changed)
+    for others in (*fewer, *shorter):
+        yield _of_lengths(ring, others)
     for whole in simpler.reductions(ring.attention):
         if whole.N == ring.attention.N and whole.mask in (Mask(), Mask(causal=True)):
             yield dataclasses.replace(ring, attention=whole)
@@ -279,6 +294,8 @@ def without(
     lengths = ring.lengths
     if feature.name == "parts without keys":
         yield _of_lengths(ring, tuple(x or 1 for x in lengths))
+    elif feature.name == "causal":
+        yield dataclasses.replace(ring, attention=dataclasses.replace(ring.attention, mask=Mask()))
     elif feature.name == "parts above":
         assert isinstance(feature.value, int)
         last = feature.value - 1

@@ -56,10 +56,16 @@ def merges(
     return made.filter(lambda x: x.B * x.H * x.M <= _MOST_ROWS)
 
 
-def rings(dtype: str, device: str, config: str) -> st.SearchStrategy[RingProblem]:
+def rings(dtype: str, device: str, config: str, **fixed: Any) -> st.SearchStrategy[RingProblem]:
     """Returns rings of a dtype.
 
     Parts can have no keys, and with a causal mask rows can see none of a part, or none at all.
+
+    Args:
+        dtype: "fp16", "bf16", "fp32" or "fp64".
+        device: "cpu" or "cuda".
+        config: Name of a tile configuration.
+        fixed: Strategies in place of those of some fields of the attention, of G and of lengths.
     """
 
     def made(lengths: tuple[int, ...], Hk: int, G: int, **fields: Any) -> RingProblem:
@@ -70,6 +76,7 @@ def rings(dtype: str, device: str, config: str) -> st.SearchStrategy[RingProblem
 
     lengths = st.lists(st.sampled_from((1, 0, 2, 5, 16, 17)), min_size=1, max_size=4).map(tuple)
     fields = {
+        "lengths": lengths,
         "Hk": st.sampled_from((1, 2)),
         "G": st.sampled_from((1, 2, 3)),
         "B": st.sampled_from((1, 2)),
@@ -80,4 +87,4 @@ def rings(dtype: str, device: str, config: str) -> st.SearchStrategy[RingProblem
         "inputs": st.sampled_from(("normal", "times8", "rising_max", "lse_low_90")),
         "seed": st.integers(0, 2**20),
     }
-    return st.builds(made, lengths, **fields)
+    return st.builds(made, **{**fields, **fixed})

@@ -74,7 +74,7 @@ def without_a_gradient(q, k, v, *, mask, sm_scale):
 # Few problems of one test.
 ACCURACY = (
     "--", "-n0", "--hypothesis-profile=dev",
-    "-k", "test_every_element_lies_within_the_derived_bound",
+    "-k", "every_element_lies_within_the_derived_bound",
 )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def broken(q, k_cache, v_cache, *, cache_seqlens, page_table):
     most = cache_seqlens.clamp(max=16)
     return decode(q, k_cache, v_cache, cache_seqlens=most, page_table=page_table)
 """
-OF_CACHES = ("--", "-n0", "-k", "test_attention_over_a_cache or test_every_element_lies")
+OF_CACHES = ("--", "-n0", "-k", "test_attention_over_a_cache or every_element_lies")
 
 
 def test_a_kernel_of_pages_is_judged_and_its_failure_replays(folder):

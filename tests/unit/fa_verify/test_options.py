@@ -169,7 +169,7 @@ def refused(kernels: Path) -> dict[str, str]:
 
 
 LISTED = ["--fa-list-kernels", "--fa-kernel=spda-math"]
-BOUND = "test_every_element_lies_within_the_derived_bound"
+BOUND = "every_element_lies_within_the_derived_bound"
 # By kernel of the user's file, with which options it is run.
 OF_KERNELS = {
     # The last of them is none of the conformance tests.
@@ -309,7 +309,7 @@ def test_a_plain_pytorch_kernel_is_verified_without_triton(told):
     assert summary in done.stdout
     assert re.search(r"\n\d+ distinct problems judged on all outputs", done.stdout)
     collected = re.findall(r"^(\S+)::.* PASSED", done.stdout, re.MULTILINE)
-    assert set(collected) == {"tests/conformance/test_rows_and_padding.py"}
+    assert set(collected) == {"tests/conformance/test_claims.py"}
 
 
 def test_a_kernel_that_refuses_everything_fails_the_run(told):

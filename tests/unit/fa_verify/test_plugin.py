@@ -89,7 +89,7 @@ def test_state(pytestconfig, recwarn):
     }))
 """
 NAME = "fa_verify.pytest_plugin.plugin"
-BOUND = "-ktest_every_element_lies"
+BOUND = "-kevery_element_lies"
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_line_of_a_failure_replays_it_and_a_kernel_alone_selects_all_tests(sit
     assert "1 failed" in done.stdout
     done = run(site, folder, "--fa-kernel=my.py:attention", "--co", "-q")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_accuracy.py::test_every_element_lies" in done.stdout
+    assert "test_claims.py::test_claim[G1-every_element_lies" in done.stdout
     assert "test_own" not in done.stdout
 
 

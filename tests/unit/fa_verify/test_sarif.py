@@ -86,7 +86,7 @@ def test_the_action_verifies_a_kernel_and_writes_its_files(folder, tmp_path):
     values = {
         **{name: str(x.get("default")) for name, x in action["inputs"].items()},
         "kernel": "my.py:broken",
-        "options": "-- -n0 -k test_every_element_lies",
+        "options": "-- -n0 -k every_element_lies",
         "python": sys.executable,
         "output": str(tmp_path / "made"),
     }

@@ -21,6 +21,7 @@ from fa_verify.properties.execution.large_memory import (
 )
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
+from fa_verify.properties.kinds.registry import KINDS
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 
@@ -162,7 +163,8 @@ def test_a_problem_that_needs_more_than_the_limit_is_refused(place, fraction, mo
 
     runner = Runner(Subject.of(fails, "fails"), Tally())
     if place == "oracle":
-        monkeypatch.setattr("fa_verify.properties.search.search.run_trial", fails)
+        failing = KINDS["attention"]._replace(run=fails)
+        monkeypatch.setitem(KINDS, "attention", failing)
         with pytest.raises(torch.cuda.OutOfMemoryError):
             runner.findings(Problem(), accuracy)
     else:

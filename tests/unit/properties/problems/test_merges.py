@@ -29,7 +29,7 @@ def test_a_merge_shrinks_to_few_parts_in_plain_storage():
 
 def test_rings_have_as_many_keys_as_their_parts():
     found = drawn(rings("fp32", "cpu", "16x16"), 100)
-    assert all(x.N == sum(lengths) for x, lengths in found)
-    assert any(0 in lengths for _, lengths in found)
-    assert {x.mask.causal for x, _ in found} == {False, True}
-    assert {x.G for x, _ in found} == {1, 2, 3}
+    assert all(x.attention.N == sum(x.lengths) for x in found)
+    assert any(0 in x.lengths for x in found)
+    assert {x.attention.mask.causal for x in found} == {False, True}
+    assert {x.attention.G for x in found} == {1, 2, 3}

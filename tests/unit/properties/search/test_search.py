@@ -20,9 +20,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.search import minimize, search
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
@@ -131,8 +131,12 @@ def test_findings_name_the_kernel_that_was_given(source):
 
 
 def test_the_findings_of_the_claim_come_before_those_of_accuracy():
-    found = runner_of(Wrong()).findings(Problem(N=17, dtype="fp64"), lambda trial: ["first"])
-    assert found == ["first"]
+    problem = Problem(N=17, dtype="fp64")
+    error = SubjectError("first")
+    found = runner_of(Wrong()).findings(
+        problem, lambda trial: [Finding.of_exception(error, trial.subject, problem)]
+    )
+    assert [x.raised for x in found] == ["first"]
 
 
 def test_a_problem_that_passes_is_judged_and_written_down():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,6 +11,11 @@ import fa_verify
 from fa_verify import verify
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.claims import claims_of
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.verification import _asked
+from tests.unit.properties.checks.test_cache_checks import attend, drops_the_append
+from tests.unit.properties.checks.test_merging_checks import torch_merge
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 SOME = ("G1", "G2", "G6", "G8", "G10")
@@ -162,8 +168,8 @@ def test_a_run_that_judges_nothing_is_no_pass():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"guarantees": ("G1", "G99")}, r"guarantees has \['G99'\]; needs some of"),
-        ({"guarantees": ()}, "guarantees has"),
+        ({"guarantees": ("G1", "G99")}, r"guarantees has \['G99'\]; needs keys or titles, some of"),
+        ({"guarantees": ()}, "guarantees is empty"),
         ({"device": "tpu"}, "device is 'tpu'; needs 'cpu' or 'cuda'"),
         ({"problems": 0}, "problems is 0; needs at least 1"),
     ],
@@ -178,19 +184,66 @@ def test_a_subject_that_cannot_be_called_is_refused():
         verify(3)
 
 
-@pytest.mark.parametrize(
-    ("word", "value", "kind"),
-    [("cache", ("paged",), "attends to caches"), ("states", True, "merges states")],
-)
-def test_a_subject_without_padded_tensors_is_refused(word, value, kind):
-    def kernel(*tensors, **given):
-        raise AssertionError("it is not called")
-
-    setattr(kernel, word, value)
-    with pytest.raises(ValueError, match=rf"^kernel {kind} alone, .*; run fa-verify check"):
-        verify(kernel)
-
-
 def test_a_missing_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = fa_verify.nothing
+
+
+def merge(outs, lses):
+    return torch_merge(outs, lses)
+
+
+merge.states, merge.dtypes = True, ("fp32",)
+
+
+def late_merge(outs, lses):
+    out, lse = torch_merge(outs, lses)
+    return out, lse + 1.0
+
+
+late_merge.states, late_merge.dtypes = True, ("fp32",)
+
+
+def test_a_function_that_merges_is_verified_by_title_or_key():
+    report = verify(merge, problems=4, guarantees=["merging", "S2"])
+    assert report, str(report)
+    assert {key.split()[0] for key in report.worst} == {"out", "lse", "douts", "dlses"}
+    assert not verify(late_merge, problems=4, guarantees=["conventions"])
+    report = verify(late_merge, problems=2, guarantees=["S1", "S2"])
+    assert not report
+    finding = report.findings[0]
+    assert finding.guarantee == "S1 merging"
+    assert finding.replay.startswith("verify(late_merge, problems=[call_from_json(")
+    again = verify(late_merge, problems=[finding.problem])
+    assert {x.guarantee for x in again.findings} >= {"S1 merging", "S2 conventions"}
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_kernel_of_caches_is_verified(is_right):
+    function = attend if is_right else drops_the_append
+    subject = Subject.of(of_caches(function), "decode")
+    report = verify(subject, problems=3, guarantees=["accuracy", "C3", "G8"])
+    assert bool(report) is is_right, str(report)
+    assert report.unchecked["G8"] == "decode takes no call that asks for it"
+    assert ("C3 append" in report.unchecked) is False
+
+
+def of_caches(function):
+    def decode(q, k_cache, v_cache, *, cache_seqlens, page_table, k=None, v=None, sm_scale):
+        return function(
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
+            causal=False, window_size=(None, None), sm_scale=sm_scale,
+        )  # fmt: skip
+
+    decode.cache, decode.masks, decode.dtypes = ("paged", "append"), (), ("fp32",)
+    decode.head_dims, decode.page_sizes = (8,), (4,)
+    return decode
+
+
+def test_all_that_is_asked_of_single_calls_is_the_default():
+    """A subject of every kind is asked for the guarantees of every kind."""
+    both = dataclasses.replace(Subject.of(merge, "merge"), call=lambda *_, **__: None)
+    asked = {claim.name for claim in _asked(both, None) if claim.kind == "attention"}
+    assert asked == set(claims_of("call"))
+    assert {claim.kind for claim in _asked(both, None)} == {"attention", "merge"}
+    assert [x.name for x in _asked(both, ["RMS"])] == ["rms"]

@@ -15,7 +15,7 @@ from fa_verify.pytest_plugin.regression_files import is_regression
 __all__ = ["Rotation"]
 
 # Part of the names of tests that draw batched problems.
-BATCHED = "::test_batched_"
+BATCHED = "batched_problems"
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 

@@ -126,7 +126,8 @@ def test_every_test_has_its_turn_before_any_has_a_second(deal):
 
 
 def test_batched_problems_are_every_second_turn_and_all_others_come_round(deal):
-    tests = ["a", "b", "f.py::test_batched_x[d16]", "c", "f.py::test_batched_x[d64]", "e", "g"]
+    name = "test_claims.py::test_claim[G1-batched_problems_lie_within_the_derived_bound-fp16-d{}]"
+    tests = ["a", "b", name.format(16), "c", name.format(64), "e", "g"]
     batched, others = {2, 4}, [0, 1, 3, 5, 6]
     ran = play(*deal(tests), 30)
     for start in (0, 10, 20):
@@ -135,7 +136,9 @@ def test_batched_problems_are_every_second_turn_and_all_others_come_round(deal):
         assert sorted(part[1::2]) == others
 
 
-@pytest.mark.parametrize("tests", [["a", "b"], ["f.py::test_batched_x", "f.py::test_batched_y"]])
+@pytest.mark.parametrize(
+    "tests", [["a", "b"], ["f.py::x[batched_problems]", "f.py::y[batched_problems]"]]
+)
 def test_where_all_draw_batched_problems_or_none_does_all_come_round(deal, tests):
     ran = play(*deal(tests), 4)
     assert [sorted(ran[:2]), sorted(ran[2:])] == [[0, 1]] * 2

@@ -391,7 +391,68 @@ def _problem_names() -> list[str]:
     return markdown(("field", "name", "meaning"), rows)
 
 
+# Files of ``tests/conformance`` that ask all claims of a kind or of a group.
+_OF_KINDS = {
+    "merge": "test_merging.py", "ring": "test_merging.py", "cache": "test_caches.py",
+    "pooled": "test_pooled.py",
+}  # fmt: skip
+# The faults that a run finds before it compares outputs.
+_OF_EVERY_CALL = ("exception", "form", "inputs")
+
+
+def _marked() -> dict[str, set[str]]:
+    """The files of ``tests/conformance`` with a test that is marked to ask, by key."""
+    from fa_verify.oracles import guarantee
+
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "tests" / "conformance").glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"^@pytest\.mark\.asks\((\w+)\)$", text, re.MULTILINE):
+            found.setdefault(getattr(guarantee, name).key, set()).add(path.name)
+    return found
+
+
+def _named_by_kind(claims: Iterable[Any]) -> str:
+    """The names of checks by the kind of their calls; a dash without a check."""
+    by_kind: dict[str, list[str]] = {}
+    for claim in claims:
+        name = f"{claim.name} (every call)" if claim.standing else claim.name
+        by_kind.setdefault(claim.kind, []).append(name)
+    plural = {"merge": "merges", "ring": "rings", "cache": "caches"}
+    named = (f"{plural.get(kind, kind)}: {', '.join(names)}" for kind, names in by_kind.items())
+    return "; ".join(named) or "-"
+
+
+def _guarantees() -> list[str]:
+    """A line for each guarantee: its statement, and the checks and tests that ask for it."""
+    from fa_verify.oracles.guarantee import GUARANTEES
+    from fa_verify.properties.checks.claims import CLAIMS
+
+    rows, marked = [], _marked()
+    for key, guarantee in GUARANTEES.items():
+        mine = [claim for claim in CLAIMS if claim.guarantee is guarantee]
+        by_verify = [x for x in mine if x.group in ("call", "pooled") or x.standing]
+        files = {
+            *marked.get(key, ()),
+            *("test_claims.py" for claim in mine if claim.drawn),
+            *("test_same_bits.py" for claim in mine if claim.promise),
+            *(_OF_KINDS[x] for claim in mine for x in (claim.kind, claim.group) if x in _OF_KINDS),
+        }
+        every = "every call" if key in _OF_EVERY_CALL else ""
+        rows.append(
+            (
+                f"`{key}`: {guarantee.heading}", _cell(guarantee.statement),
+                every or _named_by_kind(by_verify),
+                _named_by_kind(claim for claim in mine if claim not in by_verify),
+                ", ".join(f"`{file}`" for file in sorted(files)) or "all",
+            )
+        )  # fmt: skip
+    head = ("guarantee", "statement", "`verify` asks", "a full run adds", "in `tests/conformance`")
+    return markdown(head, rows)
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "guarantees": _guarantees,
     "speed-bf16": lambda: _speed("speed.csv"),
     "speed-fp16": lambda: _speed("speed-fp16.csv"),
     "ratios-bf16": lambda: _ratios("speed.csv"),

@@ -16,7 +16,7 @@ class Guarantee(str):
     Args:
         key: Its first word, such as "G8" or "RMS".
         heading: The words that follow the key in tables.
-        statement: What holds, as docs/guarantees.md says it.
+        statement: One or more sentences, which the table of docs/guarantees.md shows.
         promise: The key of the guarantee with which a kernel promises this one to the bit: its own,
             unless the comparison is one that another guarantee is about.
         text: The text; empty is the key and the heading.
@@ -102,19 +102,19 @@ G6 = Guarantee(
     "G6",
     "full overwrite",
     "Every element of every output is written, and nothing outside. Allocations start as NaN "
-    "between guard bands. Any set of the gradients is to the bit what all of them together are.",
+    "between guard bands. Any set of the gradients has the bits of all gradients together.",
 )
 G7 = Guarantee(
     "G7",
     "reads in bounds",
-    "Nothing outside the tensors' own elements influences a result. `make sanitize` asks "
-    "compute-sanitizer.",
+    "Nothing outside the tensors' own elements influences a result. `make sanitize` runs "
+    "compute-sanitizer too.",
     promise="G10",
 )
 G8 = Guarantee(
     "G8",
     "layout",
-    "Any strides, each tensor its own, give to the bit what contiguous copies give. So does the "
+    "Any strides, other ones for each tensor, give the bits of contiguous copies. So does the "
     "expanded dout of `out.sum().backward()`.",
 )
 G9 = Guarantee(
@@ -163,8 +163,8 @@ I1 = Guarantee(
 I2 = Guarantee(
     "I2",
     "chunks",
-    "Queries in any chunks have the bits of out and lse that they have among all queries, with the "
-    "keys that they see alone or with all keys.",
+    "Queries in any chunks have the out and lse that they have in one call, to the bit. A chunk "
+    "gets the keys that it sees, or all keys.",
 )
 I3 = Guarantee(
     "I3",
@@ -191,8 +191,8 @@ S1 = Guarantee(
 S2 = Guarantee(
     "S2",
     "conventions",
-    "A merge does what it declares of the base of lse, and of its value where nothing was seen: "
-    "the oracle of S1 reads the lses as declared.",
+    "lse has the declared base, and the declared value where no part saw a key. The oracle of S1 "
+    "reads the lses in the same convention.",
 )
 C1 = Guarantee(
     "C1",
@@ -223,12 +223,12 @@ C4 = Guarantee(
 C5 = Guarantee(
     "C5",
     "nothing cached",
-    "No key in the cache, no place in the table or no entry gives out = 0 and lse = -inf.",
+    "Without a key in the cache, a place in the table or an entry, out is 0 and lse -inf.",
 )
 T3 = Guarantee(
     "T3",
     "logic in float64",
-    "In float64, every element is within 1e-12 of the sum of its \\|terms\\|. Rounding is gone, "
+    "In float64, an element errs by at most 1e-12 times the sum of its |terms|. Rounding is gone, "
     "and logic shows.",
 )
 RMS = Guarantee(
@@ -272,8 +272,8 @@ EXACT = Guarantee(
 ATTAINED = Guarantee(
     "attained",
     "bound attained",
-    "The opposite of G1: where values underflow, the error of the kernels of this repository "
-    "reaches the bound, so the bound is not wide there.",
+    "The opposite of G1: where values underflow, the errors of the kernels of this repository come "
+    "close to the bound, so that it is not wide there.",
 )
 FORMS = Guarantee(
     "forms",
@@ -287,7 +287,11 @@ EXCEPTION = Guarantee(
     text="exception",
 )
 FORM = Guarantee(
-    "form", "of outputs", "Outputs have the shape and dtype of their inputs.", text="form"
+    "form",
+    "of outputs",
+    "An output has the shape of its call and the dtype of the inputs. lse and pooled probabilities "
+    "are float32, or float64 for float64 inputs.",
+    text="form",
 )
 INPUTS = Guarantee(
     "inputs", "are not changed", "A call leaves its inputs as they are.", text="inputs"

@@ -1,5 +1,5 @@
 # ruff: noqa: D102 -- the class lists what the properties are
-"""A call of a kernel as a value: what every kind of call has in common."""
+"""A call of a kernel as a value, of any kind."""
 
 from __future__ import annotations
 

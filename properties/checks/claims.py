@@ -1,7 +1,7 @@
-"""The claims: one row for each check of a guarantee, with all that the suite knows about it.
+"""The claims: one row for each check of a guarantee, with all that concerns it.
 
-What ``verify``, ``--fa-quick``, ``fa-verify explain``, the baseline and the conformance tests ask
-is chosen from these rows.
+``verify``, ``fa-verify explain``, the baseline and the conformance tests choose their checks from
+these rows; ``--fa-quick`` names some of them.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ __all__ = [
 
 Check = Callable[[Any], list[Finding]]
 Needs = Mapping[str, Any]
-# What a claim is about: a call in the ways that ``verify`` draws it; elements, statistics and
-# closed forms, which show faults that the bound misses; pooled probabilities; gradients of a
-# bias and of sinks; many calls in turn; CUDA streams; parts that give the bits of the whole.
+# The subject of a claim. ``verify`` asks "call" and "pooled". Elements, statistics and closed forms
+# show faults that the bound misses. "added" are the gradients of a bias and of sinks, "calls" many
+# calls in turn, "streams" those of CUDA, and "parts" give the bits of the whole.
 Group = Literal[
     "call", "elements", "statistics", "closed forms", "pooled", "added", "calls", "streams",
     "parts",
@@ -112,12 +112,12 @@ class Drawn:
     """A conformance test that draws problems of attention for a claim, shard by shard.
 
     Args:
-        words: What the test says, which names it.
+        words: The statement of the test, which names it.
         seed: The file and function that the seed of the draw begins with. Changing it changes every
             problem that the test draws.
-        part: What the seed has behind the shard, for tests that differ in ``needs`` alone.
-        needs: What drawn problems have: arguments of ``problems_of``. Of a shard, where they depend
-            on it.
+        part: Text that follows the shard in the seed, for tests that differ in ``needs`` alone.
+        needs: Properties of drawn problems: arguments of ``problems_of``. A function of the shard
+            returns them where they depend on it.
         shards: The first shard, and the step to the next one.
         float64: Whether the shards are those of float64.
         larger: Whether the shards are those of larger head_dims.
@@ -156,9 +156,9 @@ class Claim:
         name: Name of the check in baselines, quick lists and regression files.
         check: Returns the findings of a trial.
         kind: The kind of the calls that it judges, a key of ``KINDS``.
-        group: What it is about.
-        needs: What drawn calls have, so that they ask for the guarantee: arguments of the kind's
-            ``draw``.
+        group: Its subject, one of ``Group``.
+        needs: Properties of drawn calls, without which they do not ask for the guarantee: arguments
+            of the kind's ``draw``.
         standing: Whether it runs on every call of its kind, beside the check that the call was
             drawn for. Such a check does not run the kernel.
         bounded: Whether it fails exactly where an output leaves its bound.

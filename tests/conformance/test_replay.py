@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("path", files.paths, ids=[path.stem for path in files.paths])
 
 
-# What is asked of a problem beside the standing claims.
+# Groups of claims that a replay asks beside the standing ones.
 USUAL = ("call", "elements", "statistics", "closed forms", "pooled", "added")
 
 

@@ -57,6 +57,7 @@ from tests.unit.properties.checks import (
     test_same_bits,
     test_streams,
 )
+from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.subjects.broken_subjects import Eager
 
 __all__ = ["SECTIONS", "Kind", "lines"]
@@ -196,6 +197,15 @@ def _pooled(check: str, fault: str) -> Callable[[], str]:
 def _merging(name: str) -> Callable[[], str]:
     """The message of a check of merged states, by the name of a broken merge."""
     return lambda: str(test_merging_checks.claimed(name))
+
+
+def _conventions() -> str:
+    """The message of a merge whose lse is finite where no part saw a key."""
+    merge = test_merging_checks.BROKEN["conventions"]
+    subject = test_merging_checks.subject(merge, backward=False)
+    problem = dataclasses.replace(test_merging_checks.PROBLEMS[0], hidden=16)
+    check = claims.checks_of(kind="merge")["conventions"]
+    return str(found_on(subject, problem, check)[0])
 
 
 def _other_bits(word: str, fault: str, problem: Problem) -> Callable[[], str]:
@@ -983,6 +993,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The calls of the parts are right alone. Look at their masks, and at the gradient of "
             "lse.",
             lambda: str(test_merging_checks.ring_finding()),
+        ),
+        Kind(
+            "S2: the convention of lse",
+            "The function returns another base, or another value where no part saw a key. Change "
+            "it, or declare `lse_base` and `empty_lse`.",
+            _conventions,
         ),
     ),
     "Streams and CUDA graphs": (

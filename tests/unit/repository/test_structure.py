@@ -20,12 +20,12 @@ LINKED = {
     "tests/subjects": "fa_verify.subjects",
 }
 # Folders that each folder may import; subfolders without a line belong to their parent.
-ORACLES = ("oracles", "oracles/masks", "oracles/reference", "oracles/bounds")
+ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "oracles/bounds")
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
-        *("inputs", "problems", "subjects", "execution", "comparison", "checks", "search"),
-        "regression",
+        *("inputs", "problems", "subjects", "execution", "kinds", "comparison", "checks"),
+        *("search", "regression"),
     )
 )
 PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
@@ -54,8 +54,10 @@ ARROWS = {
     ),
     "oracles": ("oracles/masks",),
     "oracles/masks": ("oracles",),
+    # A call is a value. The truth about it is computed from tensors, by the folders below.
+    "oracles/calls": ("oracles", "oracles/masks"),
     "oracles/reference": ("oracles", "oracles/masks"),
-    "oracles/bounds": ORACLES,
+    "oracles/bounds": ("oracles", "oracles/masks", "oracles/reference"),
     # The second writing shares nothing with the first.
     "oracles/bounds/in_numpy": ("oracles", "oracles/masks", "oracles/reference"),
     "properties": (),
@@ -63,12 +65,21 @@ ARROWS = {
     "properties/problems": (*ORACLES, "properties/inputs"),
     "properties/subjects": (*ORACLES, "properties/inputs", "properties/problems"),
     "properties/execution": (*ORACLES, "properties/inputs", "properties/subjects"),
+    # Kinds do not judge: they import no comparison and no check.
+    "properties/kinds": (
+        *ORACLES,
+        "properties/execution",
+        "properties/inputs",
+        "properties/problems",
+        "properties/subjects",
+    ),
     "properties/comparison": (*ORACLES, "properties/execution", "properties/subjects"),
     "properties/checks": (
         *ORACLES,
         "properties/comparison",
         "properties/execution",
         "properties/inputs",
+        "properties/kinds",
         "properties/subjects",
     ),
     "properties/search": (*ORACLES, *PROPERTIES),

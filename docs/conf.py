@@ -43,7 +43,7 @@ napoleon_custom_sections = [("Numerics", "notes_style"), ("Source", "notes_style
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|np|hypothesis|st|collections|typing|fa_kernels|fa_verify)\..*"),
     ("py:.*", r"(Any|Array|Callable|Iterable|Iterator|Mapping|Sequence|DenseMask|optional)"),
-    ("py:class", r"(tuple\[|.* ).*"),  # napoleon takes these for types
+    ("py:class", r"((tuple|dict)\[|.* ).*"),  # napoleon and autodoc take these for types
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import sys
@@ -12,11 +13,21 @@ from types import ModuleType
 import pytest
 import torch
 
+from fa_verify import verification, verify
+from fa_verify.oracles import guarantee
+from fa_verify.oracles.call import changed
+from fa_verify.oracles.calls import codec
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs import families, sampling
+from fa_verify.properties.kinds import registry
+from fa_verify.properties.kinds.feature import phrase
+from fa_verify.properties.search.causes import Failure, Known
+from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -25,13 +36,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "adding.md"
 
 @pytest.fixture
 def code_of(tmp_path, monkeypatch) -> Callable[[str], ModuleType]:
-    """The code of a section, as a module of its own."""
+    """The code of a section, as a module. Its guarantees are forgotten after the test."""
+    monkeypatch.setattr(guarantee, "GUARANTEES", guarantee.GUARANTEES | {})
 
     def imported(section: str) -> ModuleType:
         _, _, text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")
-        (code, *_) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        blocks = re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
         file = tmp_path / "of_the_page.py"
-        file.write_text(code, encoding="utf-8")
+        file.write_text("\n".join(blocks), encoding="utf-8")
         spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, file.stem, module)
@@ -78,3 +90,73 @@ def test_the_guarantee_of_the_page_holds_of_a_right_subject_alone(code_of, subje
     trial = run_trial(Subject.of(subject, "eager"), problem)
     assert trial is not None
     assert len(code_of("A guarantee").convex(trial)) == count
+
+
+def test_the_claim_of_the_page_is_asked_by_each_of_its_names(code_of, monkeypatch):
+    page = code_of("A guarantee")
+    monkeypatch.setattr(verification, "CLAIMS", (*verification.CLAIMS, page.CLAIM))
+    eager = Subject.of(Eager(), "eager").assuming({"dtypes": ("fp64",)})
+    for name in ("convex", "combination", "convex combination"):
+        report = verify(eager, guarantees=[name], problems=2)
+        assert report, str(report)
+        assert report.unchecked == {}
+    doubled = dataclasses.replace(eager, call=Doubled())
+    (finding,) = verify(doubled, guarantees=["convex"], problems=20).findings
+    assert str(finding).startswith("convex combination: out of eager leaves the range of v\n")
+
+
+class WrongTwice(Eager):
+    """Gives twice the right out in calls of two queries."""
+
+    def __call__(self, q, *others, **options):
+        out, lse = super().__call__(q, *others, **options)
+        return out * (1 + (q.shape[2] == 2)), lse
+
+
+@pytest.fixture
+def chunks(code_of, monkeypatch) -> ModuleType:
+    """The kind of the page, entered where the page says."""
+    page = code_of("A kind of call")
+    monkeypatch.setitem(codec._OF_KEY, "chunked", page.ChunkedProblem)
+    monkeypatch.setitem(registry.KINDS, "chunked", page.CHUNKED)
+    every = (*verification.CLAIMS, page.CLAIM)
+    monkeypatch.setattr(verification, "CLAIMS", every)
+    monkeypatch.setattr(claims, "CLAIMS", every)
+    monkeypatch.setattr(verification, "kinds_of", lambda subject: ("chunked",))
+    claims.standing_of.cache_clear()
+    yield page
+    claims.standing_of.cache_clear()
+
+
+def test_a_call_of_the_page_goes_to_json_and_back(chunks):
+    call = chunks.ChunkedProblem(attention=Problem(M=7, dtype="fp64"), rows=3)
+    assert call.to_json() == '{"version":1,"M":7,"dtype":"fp64","chunked":{"rows":3}}'
+    assert codec.call_from_json(call.to_json()) == call
+    with pytest.raises(ValueError, match="no mask"):
+        changed(call, mask=Mask(causal=True))
+
+
+def test_the_kind_of_the_page_is_verified_minimised_and_explained(chunks):
+    eager = Subject.of(Eager(), "eager").assuming({"dtypes": ("fp64",)})
+    report = verify(eager, problems=6)
+    assert report, str(report)
+    assert report.unchecked == {}
+    wrong = dataclasses.replace(eager, call=WrongTwice())
+    (finding,) = verify(wrong, problems=20).findings
+    assert finding.guarantee == "G1 accuracy"
+    # Two queries, in one call.
+    assert finding.problem.to_json() == '{"version":1,"M":2,"dtype":"fp64","chunked":{"rows":2}}'
+    known = Known()
+    Failure(Runner(wrong, Tally()), chunks.accuracy, [finding], known).causes()
+    (cause,) = known.known()
+    assert [phrase(x) for x in cause.features] == ["rows > 1", "M > 1"]
+    assert not all(chunks.CHUNKED.holds(x, cause.passing) for x in cause.features)
+
+
+def test_a_simpler_call_of_the_page_has_a_lower_complexity(chunks):
+    kind = chunks.CHUNKED
+    call = chunks.ChunkedProblem(attention=Problem(B=2, M=7, N=5, dtype="fp64", seed=3), rows=3)
+    assert all(kind.complexity(x) < kind.complexity(call) for x in kind.reductions(call))
+    for feature in kind.features(call):
+        assert kind.holds(feature, call)
+        assert not any(kind.holds(feature, x) for x in kind.without(feature, call))

@@ -86,6 +86,10 @@ class Finding:
     heat: HeatMap | None = field(default=None, compare=False, repr=False)
     called: Call | None = None
 
+    def __post_init__(self) -> None:
+        # Plain text, which workers can send.
+        object.__setattr__(self, "guarantee", str(self.guarantee))
+
     @property
     def replay(self) -> str:
         """The command, or the call of ``verify``, that checks every guarantee on the problem."""

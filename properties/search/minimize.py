@@ -50,7 +50,7 @@ def minimized(
 
     complexity = kind_of(problem).complexity
     deadline = time.monotonic() + _SECONDS
-    tried, simplest = {problem}, problem
+    tried = {problem}
     candidates = candidates_of(problem)
     while time.monotonic() < deadline:
         candidate = next(candidates, None)
@@ -63,11 +63,9 @@ def minimized(
         # If another guarantee fails, this may be another fault.
         if not found or found[0].guarantee != findings[0].guarantee:
             continue
-        shown = found[0].problem
         # A check may show another call that is wrong, which can be less simple.
-        if shown == candidate or complexity(shown) < complexity(simplest):
-            findings, simplest = found, candidate
-            candidates = candidates_of(candidate)
+        if complexity(found[0].problem) <= complexity(findings[0].problem):
+            findings, candidates = found, candidates_of(candidate)
     return findings
 
 

@@ -115,6 +115,8 @@ def _checked(results: dict[str, str]) -> list[dict[str, Any]]:
             file, test, parameters = match.groups()
             words = re.split(r"-", parameters or "")
             dtype = "tf32" if "tf32" in words else next((x for x in words if x in DTYPES), "")
+            if test == "test_claim":  # the words of a row follow the name of its check
+                test = words[1]
             claim = test.removeprefix("test_").replace("_", " ")
             found.setdefault((file, claim), {}).setdefault(dtype, Counter())[result] += 1
     return [

@@ -446,8 +446,8 @@ _VERDICTS = (
         ),
         (
             "a smaller size starts from the problem before",
-            "            candidates = candidates_of(candidate)\n",
-            "            candidates = candidates_of(problem)\n",
+            "findings, candidates = found, candidates_of(candidate)",
+            "findings, candidates = found, candidates_of(problem)",
         ),
     ),
     *faults_of(

@@ -234,7 +234,7 @@ def test_a_kernel_of_pages_is_judged_and_its_failure_replays(folder):
     assert re.search(r"I1 holds in \d+ comparisons.*, pages of 16 rows", done.stdout)
     done = run(folder, "check", "pages.py:broken", *OF_CACHES)
     assert done.returncode == 1, done.stdout + done.stderr
-    line = re.findall(r"replay: fa-verify (explain --kernel=pages.py:broken '.*')", done.stdout)[0]
+    line = re.findall(r"fa-verify (explain --kernel=pages.py:broken '.*')", done.stdout)[0]
     assert json.loads(shlex.split(line)[-1])["cache"] == {"page_size": 16}
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr

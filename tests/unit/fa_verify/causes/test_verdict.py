@@ -176,7 +176,7 @@ def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verdict")
     (folder / "kernels.py").write_text(KERNEL)
     kernel = f"--kernel={folder}/kernels.py:attention"
-    few = [kernel, "tests/conformance/test_accuracy.py", "-k", "element and d16"]
+    few = [kernel, "tests/conformance/test_claims.py", "-k", "element_lies and d16"]
     return runs([*few, "-n", "2"], [*few, "-x"])
 
 

@@ -97,7 +97,7 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "kernels.py").write_text(KERNELS)
     kernel = f"--fa-kernel={folder}/kernels.py:attention"
-    test = "tests/conformance/test_accuracy.py"
+    test = "tests/conformance/test_claims.py"
     made = folder / "made" / "failing"
     (said, code), refused = runs(
         [kernel, test, "-kelement or low_130", f"--fa-report={made}"],

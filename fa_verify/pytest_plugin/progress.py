@@ -125,6 +125,6 @@ def clock(seconds: float) -> str:
 
 
 def _function(test: str) -> str:
-    """Return what tests of about the same duration have in common: a function, or a row of claims."""
+    """Return what tests of about the same duration share: a function, or a row of claims."""
     name, _, parameters = test.partition("[")
     return f"{name}[{'-'.join(parameters.split('-')[:2])}" if "test_claim" in name else name

@@ -129,8 +129,7 @@ class Drawn:
         masked: Whether the test runs with the masks of --fa-mask too.
     """
 
-    words: str
-    seed: str
+    test: str
     part: str = ""
     needs: Needs | Callable[[Any], Needs] = field(default_factory=dict)
     shards: tuple[int, int] = (0, 1)
@@ -141,6 +140,15 @@ class Drawn:
     kernels: int | Literal["shared"] = 0
     choices: Needs = field(default_factory=dict)
     masked: bool = False
+
+    @property
+    def words(self) -> str:
+        """The claim of the test, "every_element_lies_within_the_derived_bound"."""
+        return self.test.partition("::test_")[2]
+
+    def of(self, shard: object) -> str:
+        """Return the name of a shard, and of the part if there is one."""
+        return f"{shard}-{self.part}" if self.part else str(shard)
 
     def needs_of(self, shard: Any) -> Needs:
         """Return what the problems of a shard have."""
@@ -193,98 +201,82 @@ def _ordinary(shard: Any) -> Needs:
     }  # fmt: skip
 
 
+def _drawn(test: str, **fields: Any) -> tuple[Drawn, ...]:
+    return (Drawn(test=test, **fields),)
+
+
+_MODS = ("softcap", "alibi", "bias", "sinks")
 _ACCURACY = (
+    Drawn(test="test_accuracy.py::test_every_element_lies_within_the_derived_bound", masked=True),
     Drawn(
-        words="every element lies within the derived bound",
-        seed="test_accuracy.py::test_every_element_lies_within_the_derived_bound", masked=True,
-    ),
-    Drawn(
-        words="batched problems lie within the derived bound",
-        seed="test_accuracy.py::test_batched_problems_lie_within_the_derived_bound",
+        test="test_accuracy.py::test_batched_problems_lie_within_the_derived_bound",
         shards=(0, 3), batched=True, masked=True,
     ),
     Drawn(
-        words="larger head dims lie within the derived bound",
-        seed="test_accuracy.py::test_larger_head_dims_lie_within_the_derived_bound", larger=True,
+        test="test_accuracy.py::test_larger_head_dims_lie_within_the_derived_bound", larger=True
     ),
     Drawn(
-        words="float64 lies within its bound for every family",
-        seed="test_logic.py::test_float64_lies_within_its_bound_for_every_family", float64=True,
+        test="test_logic.py::test_float64_lies_within_its_bound_for_every_family", float64=True,
         masked=True,
     ),
     *(
         Drawn(
-            words=f"scores modified by {mod} lie within the derived bound",
-            seed="test_score_mods.py::test_modified_scores_lie_within_the_derived_bound", part=mod,
+            test="test_score_mods.py::test_modified_scores_lie_within_the_derived_bound", part=mod,
             shards=(2, 14), kernels="shared", needs={"score_mods": (mod,)},
         )
-        for mod in ("softcap", "alibi", "bias", "sinks")
+        for mod in _MODS
     ),
 )  # fmt: skip
 _LOGIC = (
     *(
         Drawn(
-            words=f"float64 agrees with the oracle to rounding on {family}",
-            seed="test_logic.py::test_float64_agrees_with_the_oracle_to_rounding", part=family,
+            test="test_logic.py::test_float64_agrees_with_the_oracle_to_rounding", part=family,
             float64=True, needs={"inputs": family}, masked=True,
         )
         for family in ("normal", "outliers", "needle_visible", "needle_hidden")
     ),
     *(
         Drawn(
-            words=f"scores modified by {mod} have the logic of float64",
-            seed="test_score_mods.py::test_modified_scores_have_the_logic_of_float64", part=mod,
+            test="test_score_mods.py::test_modified_scores_have_the_logic_of_float64", part=mod,
             shards=(0, 5), float64=True, kernels="shared", needs={"score_mods": (mod,)},
         )
-        for mod in ("softcap", "alibi", "bias", "sinks")
+        for mod in _MODS
     ),
 )  # fmt: skip
 _FINITE = tuple(
     Drawn(
-        words=f"outputs are finite on {family}",
-        seed="test_accuracy.py::test_outputs_are_finite_however_far_the_logits_are_shifted",
+        test="test_accuracy.py::test_outputs_are_finite_however_far_the_logits_are_shifted",
         part=family, shards=(0, 6), needs={"inputs": family}, masked=True,
     )
     for family in (
         "lse_low_90", "lse_low_130", "lse_low_6e3", "lse_high_6e4", "lse_low_1e5", "lse_high_1e5"
     )
 )  # fmt: skip
+_PADDING = "test_rows_and_padding.py"
 _DIRTY = (
     *(
         Drawn(
-            words=f"{dirty} in padding changes nothing and gets zero gradients",
-            seed="test_rows_and_padding.py::"
-            "test_dirty_padding_changes_nothing_and_gets_zero_gradients",
+            test=f"{_PADDING}::test_dirty_padding_changes_nothing_and_gets_zero_gradients",
             part=dirty, shards=(2, 5), runs=2, needs={"padding": True, "dirty": dirty}, masked=True,
         )
         for dirty in ("nan", "inf", "max", "noise")
     ),
     *(
         Drawn(
-            words=f"dirty padding of {name} alone changes nothing",
-            seed="test_rows_and_padding.py::test_dirty_padding_of_one_tensor_changes_nothing",
-            part=name, shards=(1, 9), runs=2, masked=True,
-            needs={"padding": True, "dirty": f"nan_{name}"},
+            test=f"{_PADDING}::test_dirty_padding_of_one_tensor_changes_nothing", part=name,
+            shards=(1, 9), runs=2, needs={"padding": True, "dirty": f"nan_{name}"}, masked=True,
         )
         for name in ("q", "k", "v", "dout")
     ),
 )  # fmt: skip
 
 
-def _closed_form(name: str, words: str) -> tuple[Drawn, ...]:
+def _closed_form(name: str) -> tuple[Drawn, ...]:
     """Return the test of a closed form, whose check replaces all values outside of padding."""
-    return (
-        Drawn(
-            words=words,
-            seed="test_closed_form.py::test_closed_form_outputs_show_what_was_seen_and_summed",
-            part=name, shards=(0, 8), runs=2, needs={"inputs": "normal", "dout": "normal"},
-            masked=True,
-        ),
+    return _drawn(
+        "test_closed_form.py::test_closed_form_outputs_show_what_was_seen_and_summed", part=name,
+        shards=(0, 8), runs=2, needs={"inputs": "normal", "dout": "normal"}, masked=True,
     )  # fmt: skip
-
-
-def _drawn(words: str, seed: str, **fields: Any) -> tuple[Drawn, ...]:
-    return (Drawn(words=words, seed=seed, **fields),)
 
 
 # One of them only, as each combination of score modifications compiles another kernel.
@@ -306,7 +298,6 @@ _OF_ATTENTION = (
         guarantee=G3, name="G3", check=empty_rows, needs={"empty_rows": True},
         applies=lambda x: x.mask.seqlens_q is not None,
         drawn=_drawn(
-            "empty rows give zero output and take no part",
             "test_rows_and_padding.py::test_empty_rows_give_zero_output_and_take_no_part",
             shards=(1, 3), runs=2, needs={"empty_rows": True}, masked=True,
         ),
@@ -319,7 +310,6 @@ _OF_ATTENTION = (
         guarantee=G5, name="G5", check=hidden_positions, needs={"hidden": True},
         applies=lambda x: x.mask.right is not None,
         drawn=_drawn(
-            "hidden positions add exactly nothing",
             "test_rows_and_padding.py::test_hidden_positions_add_exactly_nothing",
             shards=(0, 2), runs=3, needs={"hidden": True}, masked=True,
         ),
@@ -327,7 +317,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G6, name="G6", check=full_overwrite,
         drawn=_drawn(
-            "every element is written and nothing outside",
             "test_memory.py::test_every_element_is_written_and_nothing_outside",
             shards=(0, 3), runs=2, masked=True,
         ),
@@ -335,7 +324,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G7, name="G7", check=reads_in_bounds,
         drawn=_drawn(
-            "nothing outside the tensors elements is read",
             "test_memory.py::test_nothing_outside_the_tensors_elements_is_read",
             shards=(2, 3), runs=2, masked=True,
             needs={"layouts": ("padded", "strided", "packed", "bshd")},
@@ -344,7 +332,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G8, name="G8", check=layout,
         drawn=_drawn(
-            "any strides give what contiguous copies give",
             "test_invariance.py::test_any_strides_give_what_contiguous_copies_give",
             shards=(1, 2), runs=4, masked=True,
         ),
@@ -352,7 +339,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G9, name="G9", check=independence,
         drawn=_drawn(
-            "batch entries and heads do not influence each other",
             "test_invariance.py::test_batch_entries_and_heads_do_not_influence_each_other",
             shards=(0, 3), needs=_one_tile, masked=True,
         ),
@@ -360,7 +346,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G10, name="G10", check=repeatable,
         drawn=_drawn(
-            "the same inputs give the same bits run after run",
             "test_invariance.py::test_the_same_inputs_give_the_same_bits_run_after_run",
             shards=(2, 4), runs=4, masked=True,
         ),
@@ -374,7 +359,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G13, name="G13", check=state,
         drawn=_drawn(
-            "calls of other shapes in between change nothing",
             "test_invariance.py::test_calls_of_other_shapes_in_between_change_nothing",
             # The calls of another dtype in between compile kernels of their own.
             shards=(3, 6), runs=17, kernels=2, masked=True,
@@ -398,7 +382,6 @@ _OF_ATTENTION = (
         applies=is_valid,
         # RMS and bias stand on these problems too.
         drawn=_drawn(
-            "errors are those of independent roundings",
             "test_statistics.py::test_errors_are_those_of_independent_roundings",
             shards=(2, 5), needs=_ordinary,
         ),
@@ -406,33 +389,30 @@ _OF_ATTENTION = (
     Claim(guarantee=EXACT, name="counts", check=counts, group="closed forms"),
     Claim(
         guarantee=EXACT, name="mask", check=mask_read_back, group="closed forms",
-        drawn=_closed_form("mask", "one-hot values read the mask back"),
+        drawn=_closed_form("mask"),
     ),
     Claim(
         guarantee=EXACT, name="ones", check=unit_values, group="closed forms",
         applies=lambda x: x.dtype in ("fp16", "bf16"),
-        drawn=_closed_form("ones", "values of 1 give outputs of 1"),
+        drawn=_closed_form("ones"),
     ),
     Claim(
         guarantee=EXACT, name="doubled", check=doubled_values, group="closed forms",
-        drawn=_closed_form("doubled", "values times 8 give outputs times 8"),
+        drawn=_closed_form("doubled"),
     ),
     Claim(
         guarantee=EXACT, name="permuted", check=permuted, group="closed forms",
-        drawn=_closed_form("permuted", "the order of entries and heads does not matter"),
+        drawn=_closed_form("permuted"),
     ),
     Claim(
         guarantee=G1, name="dbias", check=bias_gradient, group="added",
         drawn=(
             Drawn(
-                words="the gradient of a bias lies within the derived bound",
-                seed="test_score_mods.py::"
-                "test_the_gradient_of_a_bias_lies_within_the_derived_bound",
+                test="test_score_mods.py::test_the_gradient_of_a_bias_lies_within_the_derived_bound",
                 shards=(0, 13), runs=2, kernels=4, choices=_SHAPES, needs=_BIAS_ALONE,
             ),
             Drawn(
-                words="the gradient of a bias has the logic of float64",
-                seed="test_score_mods.py::test_the_gradient_of_a_bias_has_the_logic_of_float64",
+                test="test_score_mods.py::test_the_gradient_of_a_bias_has_the_logic_of_float64",
                 shards=(1, 6), float64=True, runs=2, kernels=4, choices=_SHAPES,
                 needs={"inputs": "normal", **_BIAS_ALONE},
             ),
@@ -441,7 +421,6 @@ _OF_ATTENTION = (
     Claim(
         guarantee=G1, name="dsinks", check=sink_gradient, group="added",
         drawn=_drawn(
-            "the gradient of sinks lies within the derived bound",
             "test_score_mods.py::test_the_gradient_of_sinks_lies_within_the_derived_bound",
             shards=(0, 13), runs=2, kernels=5, needs=_SINKS_ALONE,
         ),
@@ -457,47 +436,42 @@ _OF_ATTENTION = (
 )  # fmt: skip
 
 
-def _parts(guarantee: Guarantee, words: str, seed: str, **fields: Any) -> Claim:
+def _parts(guarantee: Guarantee, test: str, **fields: Any) -> Claim:
     """Return the claim that parts, or other forms, of a problem give the bits of the whole."""
     promise = "" if guarantee == I6 else guarantee.key
     return Claim(
         guarantee=guarantee, name=guarantee.key, check=same_bits.CHECKS[guarantee.key],
-        group="parts", promise=promise, drawn=_drawn(words, f"test_same_bits.py::{seed}", **fields),
+        group="parts", promise=promise, drawn=_drawn(f"test_same_bits.py::{test}", **fields),
     )  # fmt: skip
 
 
 _OF_PARTS = (
     _parts(
-        I1, "an entry has the same bits beside any neighbours",
-        "test_an_entry_has_the_same_bits_beside_any_neighbours", shards=(0, 5), runs=5,
+        I1, "test_an_entry_has_the_same_bits_beside_any_neighbours", shards=(0, 5), runs=5,
     ),
     _parts(
-        I2, "queries have the same bits in any chunks",
-        "test_queries_have_the_same_bits_in_any_chunks", shards=(1, 5), runs=4,
+        I2, "test_queries_have_the_same_bits_in_any_chunks", shards=(1, 5), runs=4,
     ),
     _parts(
-        I4, "slices of heads have the same bits", "test_slices_of_heads_have_the_same_bits",
+        I4, "test_slices_of_heads_have_the_same_bits",
         # Cases of their own have long keys.
         shards=(2, 5), needs=_one_tile,
     ),
     _parts(
-        I5, "padded packed and contiguous sequences have the same bits",
-        "test_padded_packed_and_contiguous_sequences_have_the_same_bits",
+        I5, "test_padded_packed_and_contiguous_sequences_have_the_same_bits",
         # A padded problem, and the packed one, compile kernels that other tests do not.
         shards=(3, 5), runs=4, kernels=3,
     ),
     _parts(
-        I6, "the forward without gradients agrees with that of training",
-        "test_the_forward_without_gradients_agrees_with_that_of_training", shards=(4, 5), runs=2,
+        I6, "test_the_forward_without_gradients_agrees_with_that_of_training",
+        shards=(4, 5), runs=2,
     ),
 )  # fmt: skip
 
 
-def _pooled(
-    guarantee: Guarantee, check: Check, words: str = "", seed: str = "", **fields: Any
-) -> Claim:
+def _pooled(guarantee: Guarantee, check: Check, test: str = "", **fields: Any) -> Claim:
     """Return a claim about pooled probabilities."""
-    drawn = _drawn(words, f"test_pooled.py::{seed}", **fields) if words else ()
+    drawn = _drawn(f"test_pooled.py::{test}", **fields) if test else ()
     return Claim(
         guarantee=guarantee, name=f"pooled {guarantee.key}", check=check, group="pooled",
         drawn=drawn,
@@ -506,29 +480,29 @@ def _pooled(
 
 _OF_POOLED = (
     _pooled(
-        G1, pooled.accuracy, "every pooled probability lies within the derived bound",
+        G1, pooled.accuracy,
         "test_every_pooled_probability_lies_within_the_derived_bound", shards=(13, 7), runs=4,
     ),
     _pooled(
-        G4, pooled.dirty_padding, "dirty padding changes no pooled probability",
+        G4, pooled.dirty_padding,
         "test_dirty_padding_changes_no_pooled_probability", shards=(20, 22), runs=5,
         needs={"padding": True, "dirty": "nan"},
     ),
     _pooled(
-        G5, pooled.hidden_positions, "hidden keys change no pooled probability",
+        G5, pooled.hidden_positions,
         "test_hidden_keys_change_no_pooled_probability", shards=(5, 22), runs=5,
         needs={"hidden": True},
     ),
     _pooled(G6, pooled.full_overwrite),
     _pooled(G7, pooled.reads_in_bounds),
     _pooled(
-        G8, pooled.layout, "any strides give the same pooled probabilities",
+        G8, pooled.layout,
         "test_any_strides_give_the_same_pooled_probabilities", shards=(6, 22), runs=5,
     ),
     _pooled(G9, pooled.independence),
     _pooled(G10, pooled.repeatable),
     _pooled(
-        T3, pooled.logic, "pooled probabilities have the logic of float64",
+        T3, pooled.logic,
         "test_pooled_probabilities_have_the_logic_of_float64", shards=(0, 6), float64=True, runs=4,
         needs={"inputs": "normal"},
     ),

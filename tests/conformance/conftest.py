@@ -228,13 +228,13 @@ def for_all(
     def run(claim: Check, shard: Shard, drawn: Drawn | None = None, **fields: object) -> None:
         __tracebackhide__ = True
         test, _, parameters = request.node.nodeid.partition("::")[2].partition("[")
+        place = parameters.removesuffix("]")
         if drawn is None:
-            drawn = Drawn(words=test, seed=f"{request.path.name}::{test}", **fields)
-            place = f"[{parameters}" if parameters else ""
+            drawn = Drawn(test=f"{request.path.name}::{test}", **fields)
         else:
-            place = f"[{shard}-{drawn.part}]" if drawn.part else f"[{shard}]"
-        # The same problems wherever the tests are installed, and however they are named.
-        seed = f"tests/conformance/{drawn.seed}{place}"
+            place = drawn.of(shard)
+        # The same problems wherever the tests are installed, and in whatever file they run.
+        seed = f"tests/conformance/{drawn.test}[{place}]"
         large = shard.tile >= LARGE_TILE
         most = (MAX_COST_OF_LARGE_TILES if large else MAX_COST)[device]
         pairs = (MAX_PAIRS_OF_LARGE_TILES if large else MAX_PAIRS)[device]

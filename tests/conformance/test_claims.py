@@ -27,11 +27,11 @@ def pytest_generate_tests(metafunc):
             shards = larger_shards_of(subject_of(config))
             if not drawn.larger:
                 shards = selected_shards(config, *drawn.shards, float64=drawn.float64)
-            name = drawn.words.replace(" ", "_")
             asks = pytest.mark.asks(claim.guarantee)
+            name = f"{claim.name}-{drawn.words}"
             found += [
-                pytest.param(claim, drawn, shard, id=f"{claim.name}-{name}-{shard}", marks=asks)
-                for shard in shards
+                pytest.param(claim, drawn, x, id=f"{name}-{drawn.of(x)}", marks=asks)
+                for x in shards
             ]
     metafunc.parametrize(("claim", "drawn", "shard"), found)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, checks_of
-from fa_verify.properties.checks.statistics import is_valid
+from fa_verify.properties.checks.claims import Check, claims_of
 from fa_verify.properties.regression.baseline import Entry
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
@@ -19,9 +18,8 @@ from fa_verify.shards import Shard, shards_of
 __all__ = ["CHECKS", "arithmetic_of", "chosen"]
 
 # Each problem is checked with one of these, in addition to the standing checks.
-CHECKS: dict[str, Check] = {
-    **checks_of("call", "statistics", "closed forms"),
-}
+_CLAIMS = claims_of("call", "statistics", "closed forms")
+CHECKS: dict[str, Check] = {name: claim.check for name, claim in _CLAIMS.items()}
 # Minimum number of problems. The shards and masks are repeated with other values to reach it.
 FEWEST = {"cpu": 60, "cuda": 340}
 # Number of rows: this many tiles and a few rows, within the limits below. A mean over more rows is
@@ -33,20 +31,6 @@ LARGE_TILE = {"cpu": 64, "cuda": 1024}
 LARGEST_HEAD_DIM = {"cpu": 128, "cuda": 1024}
 # Dot products over fewer elements have errors with heavy tails.
 LEAST_HEAD_DIM = 8
-# G12 places elements 2**31 apart, which takes gigabytes and leaves little room in between.
-SMALL = 48
-
-_APPLIES: dict[str, Callable[[Problem], bool]] = {
-    "G3": lambda x: x.mask.seqlens_q is not None,
-    "G4": lambda x: x.mask.seqlens_k is not None,
-    "G5": lambda x: x.mask.right is not None,
-    "G12": lambda x: x.dtype in ("fp16", "bf16") and max(x.M, x.N) <= SMALL,
-    "T3": lambda x: x.dtype == "fp64",
-    "identities": is_valid,
-    "ones": lambda x: x.dtype in ("fp16", "bf16"),
-    "rms": is_valid,
-    "bias": is_valid,
-}
 
 
 def arithmetic_of(subject: Subject, problem: Problem) -> str:
@@ -70,7 +54,7 @@ def chosen(subject: Subject, device: str) -> tuple[Entry, ...]:
     counts: Counter[str] = Counter()
     entries = []
     for problem in _supported(subject, device):
-        applying = [x for x in CHECKS if x not in _APPLIES or _APPLIES[x](problem)]
+        applying = [name for name, claim in _CLAIMS.items() if claim.applies(problem)]
         check = min(applying, key=counts.__getitem__)
         counts[check] += 1
         entries.append(Entry(problem, check, arithmetic_of(subject, problem)))

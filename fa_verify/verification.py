@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fa_verify.oracles.call import Call
-from fa_verify.oracles.guarantee import T3, guarantee_of, named
+from fa_verify.oracles.guarantee import EXCEPTION, FORM, INPUTS, T3, guarantee_of, named
 from fa_verify.properties.checks.claims import CLAIMS, Claim, in_turn, standing_of
 from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
@@ -160,8 +160,11 @@ def _asked(subject: Subject, guarantees: Sequence[str] | None) -> tuple[Claim, .
         return tuple(usual)
     found: list[Claim] = []
     for guarantee in named(guarantees):
-        of_calls = [claim for claim in usual if claim.guarantee is guarantee]
-        found += of_calls or [claim for claim in mine if claim.guarantee is guarantee]
+        if guarantee in (EXCEPTION, FORM, INPUTS):  # asked of every call
+            found += [claim for claim in usual if claim.bounded]
+        for kind in kinds:
+            asks = [x for x in mine if x.kind == kind and x.guarantee is guarantee]
+            found += [x for x in asks if x in usual] or asks
     return tuple(dict.fromkeys(found))
 
 
@@ -179,14 +182,18 @@ def _verify(
     unchecked = {
         guarantee.key: f"{subject.name} takes no call that asks for it"
         for guarantee in named(guarantees or ())
-        if not any(claim.guarantee is guarantee for claim in claims)
+        if guarantee not in (EXCEPTION, FORM, INPUTS)
+        and not any(claim.guarantee is guarantee for claim in claims)
     }
     if isinstance(problems, int):
         found = _drawn(runner, claims, problems, device, max_seqlen, seed, unchecked)
     else:
         found = _given(runner, claims, problems, unchecked)
-    # A kernel that was passed as an object has no name on a command line.
-    findings = tuple(x if x.kernel else dataclasses.replace(x, call=subject.name) for x in found)
+    # A kernel that was passed as an object has no name on a command line. Several claims may lead
+    # to the same finding.
+    findings = tuple(
+        dict.fromkeys(x if x.kernel else dataclasses.replace(x, call=subject.name) for x in found)
+    )
     tally = runner.tally
     unchecked = runner.not_applicable() | unchecked
     return Report(

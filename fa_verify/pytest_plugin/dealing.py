@@ -31,6 +31,8 @@ LONGEST = (
     "conformance/test_state.py",
     "conformance/test_caches.py",
     "conformance/test_score_mods.py",
+    "_modified_scores_",
+    "_the_gradient_of_",
     "unit/fa_verify/",
     "unit/repository/test_docs.py",
     "unit/repository/test_installation.py",

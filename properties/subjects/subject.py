@@ -425,7 +425,9 @@ class Subject:
             if not holds:
                 return f"{self.name} declares {word}"
         # A cache has lengths, whatever masks of padded tensors the subject takes.
-        return dataclasses.replace(self, masks=(*self.masks, "padding")).excludes(problem)
+        padded = dataclasses.replace(self, masks=(*self.masks, "padding"))
+        reason = padded.excludes(problem)
+        return reason and reason.replace(f"masks {padded.masks}", f"masks {self.masks}")
 
     def run_kvcache(
         self,

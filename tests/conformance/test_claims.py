@@ -37,6 +37,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_claim(for_all, subject, claim, drawn, shard):
+    __tracebackhide__ = True
     if claim.group == "pooled" and subject.pooled is None:
         pytest.skip(f"{subject.name} declares no pooled")
     if claim.promise and not subject.promises(claim.promise, shard.config):

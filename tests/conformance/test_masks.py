@@ -72,5 +72,6 @@ def test_a_kernel_that_evaluates_a_mask_has_the_logic_of_float64(for_all, shard,
 
 @pytest.mark.parametrize("check", ["accuracy", "free rows"])
 def test_a_mask_on_a_cache_keeps_guarantees(for_claim, check, masks_on_caches):
+    __tracebackhide__ = True
     with dots_in_order():
         for_claim(claims_of(kind="cache")[check], "fp32", "caches of fp32", mask=masks_on_caches)

@@ -20,4 +20,5 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("claim", CASES)
 def test_merged_states_keep_every_guarantee(for_claim, claim, dtype):
+    __tracebackhide__ = True
     for_claim(claim, dtype, "")

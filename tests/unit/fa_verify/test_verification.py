@@ -247,3 +247,7 @@ def test_all_that_is_asked_of_single_calls_is_the_default():
     assert asked == set(claims_of("call"))
     assert {claim.kind for claim in _asked(both, None)} == {"attention", "merge"}
     assert [x.name for x in _asked(both, ["RMS"])] == ["rms"]
+    # Every call is asked for these.
+    assert {x.name for x in _asked(both, ["form"])} == {"G1", "accuracy"}
+    # A kind without single calls that ask for it has others.
+    assert [x.name for x in _asked(both, ["I1"])] == ["I1"]

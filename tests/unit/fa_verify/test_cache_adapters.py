@@ -17,9 +17,10 @@ import fa_kernels
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.caches import CACHES, found_in_cache
+from fa_verify.properties.checks import caches
 from fa_verify.properties.subjects.loading import load
 from fa_verify.registry import NAMED
+from tests.unit.properties.checks.calls import found_on
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +153,7 @@ def test_an_adapter_hands_over_what_the_function_takes(adapter):
             problem = CacheProblem(
                 attention=Problem(**fields), page_size=page_size, new=new, spare=1
             )
-            assert found_in_cache(adapter, problem, CACHES["accuracy"]) == []
+            assert found_on(adapter, problem, caches.accuracy) == []
             judged += 1
     assert judged >= len(adapter.cache)
 

@@ -123,7 +123,7 @@ def test_the_tests_that_take_longest_exist(path):
     found = Path(__file__).parents[2] / file
     assert found.exists()
     if test:
-        assert f"def {test}" in found.read_text(encoding="utf-8")
+        assert f"def {test.partition('[')[0]}" in found.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("duration", [0.001, 1.0])

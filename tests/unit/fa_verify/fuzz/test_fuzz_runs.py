@@ -131,7 +131,9 @@ def killed_and_interrupted(folder: Path):
         found = {path.name: path.read_text() for path in run.corpus.glob("*.json")}
         os.kill(run.workers()[0], signal.SIGKILL)
         # The next worker has a finding too.
-        run.wait_for(lambda: "failed: test_float64" in run.said().partition("replacing")[2])
+        run.wait_for(
+            lambda: "failed: test_claim[G1-float64" in run.said().partition("replacing")[2]
+        )
         run.process.send_signal(signal.SIGINT)
         return found, *run.ended()
     finally:
@@ -174,7 +176,7 @@ def test_a_find_survives_the_death_of_its_worker(first):
 def test_a_killed_worker_is_reported_and_replaced(first):
     at_once = first.output.partition("= FAILURES =")[0]
     assert re.search(
-        r"^failed: test_float64\S+\n  died of signal 9 \(Killed\)", at_once, re.MULTILINE
+        r"^failed: test_claim\[G1-float64\S+\n  died of signal 9 \(Killed\)", at_once, re.MULTILINE
     )
     assert "replacing crashed worker gw0" in first.output
 

@@ -161,7 +161,8 @@ class Claim:
 
     Args:
         guarantee: The guarantee.
-        name: Name of the check in baselines, quick lists and regression files.
+        name: Name of the check in baselines, quick lists and regression files; empty is the key of
+            the guarantee.
         check: Returns the findings of a trial.
         kind: The kind of the calls that it judges, a key of ``KINDS``.
         group: Its subject, one of ``Group``.
@@ -176,8 +177,8 @@ class Claim:
     """
 
     guarantee: Guarantee
-    name: str
     check: Check
+    name: str = ""
     kind: str = "attention"
     group: Group = "call"
     needs: Needs = field(default_factory=dict)
@@ -186,6 +187,9 @@ class Claim:
     promise: str = ""
     applies: Callable[[Problem], bool] = lambda problem: True
     drawn: tuple[Drawn, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.guarantee.key)
 
 
 def _one_tile(shard: Any) -> Needs:
@@ -291,11 +295,11 @@ _SMALL = 48
 
 _OF_ATTENTION = (
     Claim(
-        guarantee=G1, name="G1", check=accuracy, standing=True, bounded=True, drawn=_ACCURACY
+        guarantee=G1, check=accuracy, standing=True, bounded=True, drawn=_ACCURACY
     ),
-    Claim(guarantee=G2, name="G2", check=finite, drawn=_FINITE),
+    Claim(guarantee=G2, check=finite, drawn=_FINITE),
     Claim(
-        guarantee=G3, name="G3", check=empty_rows, needs={"empty_rows": True},
+        guarantee=G3, check=empty_rows, needs={"empty_rows": True},
         applies=lambda x: x.mask.seqlens_q is not None,
         drawn=_drawn(
             "test_rows_and_padding.py::test_empty_rows_give_zero_output_and_take_no_part",
@@ -303,11 +307,11 @@ _OF_ATTENTION = (
         ),
     ),
     Claim(
-        guarantee=G4, name="G4", check=dirty_padding, needs={"padding": True},
+        guarantee=G4, check=dirty_padding, needs={"padding": True},
         applies=lambda x: x.mask.seqlens_k is not None, drawn=_DIRTY,
     ),
     Claim(
-        guarantee=G5, name="G5", check=hidden_positions, needs={"hidden": True},
+        guarantee=G5, check=hidden_positions, needs={"hidden": True},
         applies=lambda x: x.mask.right is not None,
         drawn=_drawn(
             "test_rows_and_padding.py::test_hidden_positions_add_exactly_nothing",
@@ -315,14 +319,14 @@ _OF_ATTENTION = (
         ),
     ),
     Claim(
-        guarantee=G6, name="G6", check=full_overwrite,
+        guarantee=G6, check=full_overwrite,
         drawn=_drawn(
             "test_memory.py::test_every_element_is_written_and_nothing_outside",
             shards=(0, 3), runs=2, masked=True,
         ),
     ),
     Claim(
-        guarantee=G7, name="G7", check=reads_in_bounds,
+        guarantee=G7, check=reads_in_bounds,
         drawn=_drawn(
             "test_memory.py::test_nothing_outside_the_tensors_elements_is_read",
             shards=(2, 3), runs=2, masked=True,
@@ -330,34 +334,34 @@ _OF_ATTENTION = (
         ),
     ),
     Claim(
-        guarantee=G8, name="G8", check=layout,
+        guarantee=G8, check=layout,
         drawn=_drawn(
             "test_invariance.py::test_any_strides_give_what_contiguous_copies_give",
             shards=(1, 2), runs=4, masked=True,
         ),
     ),
     Claim(
-        guarantee=G9, name="G9", check=independence,
+        guarantee=G9, check=independence,
         drawn=_drawn(
             "test_invariance.py::test_batch_entries_and_heads_do_not_influence_each_other",
             shards=(0, 3), needs=_one_tile, masked=True,
         ),
     ),
     Claim(
-        guarantee=G10, name="G10", check=repeatable,
+        guarantee=G10, check=repeatable,
         drawn=_drawn(
             "test_invariance.py::test_the_same_inputs_give_the_same_bits_run_after_run",
             shards=(2, 4), runs=4, masked=True,
         ),
     ),
     Claim(
-        guarantee=G12, name="G12", check=far_offsets,
+        guarantee=G12, check=far_offsets,
         # Elements lie 2**31 apart: short sequences keep the buffers small.
         needs={"max_seqlen": 32},
         applies=lambda x: x.dtype in ("fp16", "bf16") and max(x.M, x.N) <= _SMALL,
     ),
     Claim(
-        guarantee=G13, name="G13", check=state,
+        guarantee=G13, check=state,
         drawn=_drawn(
             "test_invariance.py::test_calls_of_other_shapes_in_between_change_nothing",
             # The calls of another dtype in between compile kernels of their own.
@@ -365,7 +369,7 @@ _OF_ATTENTION = (
         ),
     ),
     Claim(
-        guarantee=T3, name="T3", check=logic, drawn=_LOGIC,
+        guarantee=T3, check=logic, drawn=_LOGIC,
         applies=lambda x: x.dtype == "fp64",
     ),
     Claim(guarantee=BACKWARD, name="backward", check=backward, group="elements", standing=True),
@@ -440,7 +444,7 @@ def _parts(guarantee: Guarantee, test: str, **fields: Any) -> Claim:
     """Return the claim that parts, or other forms, of a problem give the bits of the whole."""
     promise = "" if guarantee == I6 else guarantee.key
     return Claim(
-        guarantee=guarantee, name=guarantee.key, check=same_bits.CHECKS[guarantee.key],
+        guarantee=guarantee, check=same_bits.CHECKS[guarantee.key],
         group="parts", promise=promise, drawn=_drawn(f"test_same_bits.py::{test}", **fields),
     )  # fmt: skip
 

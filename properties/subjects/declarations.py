@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
+from fa_verify.oracles.guarantee import G4, G5, G8, G9, G10, I1, I2, I4, I5, I6
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES, LAYOUTS
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
@@ -32,9 +33,11 @@ __all__ = [
 
 # Score modifications that a subject may support.
 SCORE_MODS = ("softcap", "alibi", "bias", "sinks")
-BITWISE = ("G4", "G5", "G8", "G9", "G10")
+BITWISE = tuple(x.key for x in (G4, G5, G8, G9, G10))
 # Words of ``same_bits``, and the guarantee that each promises.
-SAME_BITS = {"batch": "I1", "chunks": "I2", "heads": "I4", "varlen": "I5", "inference": "I6"}
+SAME_BITS = {
+    "batch": I1.key, "chunks": I2.key, "heads": I4.key, "varlen": I5.key, "inference": I6.key
+}  # fmt: skip
 # Features of calls with a cache: one row of the cache an entry, pages, and new keys.
 CACHES = ("contiguous", "paged", "append")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fa_verify.properties.subjects.declarations import BITWISE
+
 __all__ = ["unpromised"]
 
-_TO_THE_BIT = ("G4", "G5", "G8", "G9", "G10")
 _PADDING = {"nan": "NaN", "inf": "Inf", "max": "the largest finite values", "noise": "noise"}
 _MASKS = {
     "causal": "causal masks",
@@ -70,7 +71,7 @@ def unpromised(declares: Mapping[str, Any]) -> list[str]:
     reads = _words(declares, "backward_reads", ())
     if "out" not in reads:
         found.append("no backward_reads with out: gradients are not judged given the forward")
-    loose = [name for name in _TO_THE_BIT if name not in _words(declares, "bitwise")]
+    loose = [name for name in BITWISE if name not in _words(declares, "bitwise")]
     if loose:
         found.append(f"not promised bitwise: {', '.join(loose)}; compared within the bound")
     return found

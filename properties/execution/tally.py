@@ -180,7 +180,9 @@ class Tally:
         labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
         yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
         yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
-        names = dict.fromkeys((*OUTPUTS, *(key.split()[0] for key in self.worst)))
+        # The outputs that were judged: those of attention first.
+        judged = dict.fromkeys(key.split()[0] for key in self.worst)
+        names = dict.fromkeys((*(x for x in OUTPUTS if x in judged), *judged))
         for name in names:
             cells = (self.worst.get(f"{name} {label}") for label in labels)
             yield name.ljust(20) + "".join(

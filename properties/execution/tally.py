@@ -65,6 +65,12 @@ class Tally:
         # Outputs that the subject is not asked for, with the declaration, to digests of problems.
         self.not_asked: dict[str, set[str]] = {}
 
+    @property
+    def attends(self) -> bool:
+        """Whether a problem of attention to padded tensors was judged, or none of any kind."""
+        others = {"merge", "ring", "cache"}
+        return not self.cells or any(x.path not in others for y in self.cells.values() for x in y)
+
     def judged(
         self, subject: Subject, problem: Call, peaks: Mapping[str, float], limited: int = 0
     ) -> None:
@@ -180,9 +186,9 @@ class Tally:
         labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
         yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
         yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
-        # The outputs that were judged: those of attention first.
         judged = dict.fromkeys(key.split()[0] for key in self.worst)
-        names = dict.fromkeys((*(x for x in OUTPUTS if x in judged), *judged))
+        # Those that a kernel of attention does not return have a row that says so.
+        names = dict.fromkeys((*(x for x in OUTPUTS if self.attends or x in judged), *judged))
         for name in names:
             cells = (self.worst.get(f"{name} {label}") for label in labels)
             yield name.ljust(20) + "".join(

@@ -44,7 +44,7 @@ _PACKAGES = {
 }
 _NEEDED = ("hypothesis", "pytest")
 # The replay line of ``verify``, and the string in it.
-_CALL = re.compile(r"""verify\(.*\.from_json\(('(?:[^'\\]|\\.)*')\)""")
+_CALL = re.compile(r"""verify\(.*[._]from_json\(('(?:[^'\\]|\\.)*')\)""")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -290,8 +290,10 @@ class _Ends:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note the end of a test, in this process or in a worker."""
+        from fa_verify.pytest_plugin.fuzz.hunter import is_turn
+
         self.skipped |= report.skipped
-        self.ran |= report.when == "call" and not report.skipped
+        self.ran |= report.when == "call" and (not report.skipped or is_turn(report))
 
 
 def _run(of_pytest: Sequence[str]) -> int:

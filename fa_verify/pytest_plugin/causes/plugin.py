@@ -24,6 +24,7 @@ from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
+from fa_verify.pytest_plugin.fuzz.hunter import is_turn
 from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, subject_of
 
 __all__ = ["Causes"]
@@ -157,6 +158,8 @@ class Causes:
                 self._tests.setdefault(number, []).append(report.nodeid)
             if not numbers:
                 self._others[report.nodeid] = _message(report)
+        elif is_turn(report):
+            self._outcomes.setdefault(report.nodeid, "passed")
         elif report.skipped:
             self._outcomes.setdefault(report.nodeid, "skipped")
             why = report.longrepr

@@ -7,6 +7,7 @@ import importlib.util
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,16 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock
 
-__all__ = ["FEWEST", "TURN_OVER", "Hunter"]
+__all__ = ["FEWEST", "TURN_OVER", "Hunter", "is_turn"]
 
 TURN_OVER = "the turn is over"
 # Minimum number of problems in a turn: the first one that Hypothesis draws is always the same.
 FEWEST = 6
+
+
+def is_turn(report: Any) -> bool:
+    """Return whether a test was skipped because its turn was over, and found nothing."""
+    return bool(report.skipped and TURN_OVER in str(report.longrepr))
 
 
 class Hunter(Runner):

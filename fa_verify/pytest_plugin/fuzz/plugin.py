@@ -21,7 +21,7 @@ from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
-from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER, Hunter
+from fa_verify.pytest_plugin.fuzz.hunter import Hunter, is_turn
 from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.progress import IN_A_LOG, ON_A_TERMINAL, clock
 from fa_verify.pytest_plugin.regression_files import is_regression
@@ -191,7 +191,7 @@ class Fuzzing:
     def _is_at_its_end(self, report: pytest.TestReport, found: bool) -> bool:
         """Return whether a test gets no more turns."""
         # After a finding a test goes on: its next turns ignore the cause that it found.
-        if is_regression(report.nodeid) or report.passed or found or _is_turn(report):
+        if is_regression(report.nodeid) or report.passed or found or is_turn(report):
             return False
         if report.when != DIED:
             return True
@@ -245,7 +245,7 @@ class Fuzzing:
         if getattr(report, "when", None) in ("setup", "teardown") and report.passed:
             return "", "", ""
         drawn = not is_regression(report.nodeid)
-        if drawn and (report.passed or _is_turn(report)):
+        if drawn and (report.passed or is_turn(report)):
             return "turns", "", ""
         return report.outcome, "", report.outcome.upper() if self._summarising else ""
 
@@ -304,11 +304,6 @@ class Fuzzing:
 
     def _terminal(self) -> Any:
         return self.config.pluginmanager.get_plugin("terminalreporter")
-
-
-def _is_turn(report: Any) -> bool:
-    """Return whether a test was skipped because its turn was over."""
-    return report.skipped and TURN_OVER in str(report.longrepr)
 
 
 def _in_short(message: str) -> str:

@@ -134,6 +134,10 @@ def test_a_merge_has_findings_evidence_and_one_cause_in_every_report(folder):
     assert re.search(r"^problems +\d+$", done.stdout, re.MULTILINE)
     assert re.search(r"^out +[1-9]", done.stdout, re.MULTILINE)
     assert re.search(r"^\d+ distinct problems judged on all outputs", done.stdout, re.MULTILINE)
+    line = f"verify(broken, problems=[call_from_json({smallest.to_json()!r})])"
+    again = run(folder, "explain", "--kernel=merges.py:broken", line)
+    assert again.returncode == 1
+    assert "S1 merging: out of broken leaves the derived bound" in again.stdout
     records = [json.loads(line) for line in (folder / "found.jsonl").read_text().splitlines()]
     (end,) = [x for x in records if x["kind"] == "end"]
     assert end["judged"] > 0
@@ -159,6 +163,12 @@ def test_a_merge_is_fuzzed_and_its_smallest_problem_kept(folder):
     # A later run replays them first.
     again = run(folder, "check", "merges.py:broken", "--", "-n0", "-k", "test_regression")
     assert again.returncode == 1, again.stdout + again.stderr
+
+
+def test_a_right_merge_holds_where_it_is_fuzzed(folder):
+    done = run(folder, "check", "merges.py:merge", "--minutes=0.15", "--", "-n1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^merges.py:merge  HOLDS  [1-9]", done.stdout, re.MULTILINE)
 
 
 def test_one_fault_of_a_cache_is_one_cause_at_its_threshold(folder):

@@ -290,7 +290,7 @@ class _Ends:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note the end of a test, in this process or in a worker."""
-        from fa_verify.pytest_plugin.fuzz.hunter import is_turn
+        from fa_verify.session import is_turn
 
         self.skipped |= report.skipped
         self.ran |= report.when == "call" and (not report.skipped or is_turn(report))

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ __all__ = [
     "CONFORMANCE",
     "NOT_ASKED",
     "OURS",
+    "TURN_OVER",
     "device_of",
     "in_checkout",
     "is_ours",
+    "is_turn",
     "is_whole",
     "mask_of",
     "paths_of",
@@ -37,6 +40,8 @@ _PACKAGE = "fa_verify.conformance"
 OURS = NAMED["ours"].spec
 # Name of the properties of a report that say which parts of a test were not asked, and why.
 NOT_ASKED = "not asked"
+# The reason for which a fuzzing run skips a test whose turn has found nothing.
+TURN_OVER = "the turn is over"
 _SUBJECT = pytest.StashKey[Subject]()
 _MASK = pytest.StashKey[type[Mask] | None]()
 
@@ -44,6 +49,11 @@ _MASK = pytest.StashKey[type[Mask] | None]()
 def is_ours(config: pytest.Config) -> bool:
     """Return whether the project's own kernels are under test."""
     return config.getoption("--fa-kernel", None) in (None, "ours", OURS)
+
+
+def is_turn(report: Any) -> bool:
+    """Return whether a test was skipped because its turn was over, and found nothing."""
+    return bool(report.skipped and TURN_OVER in str(report.longrepr))
 
 
 def in_checkout(config: pytest.Config) -> bool:

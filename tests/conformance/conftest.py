@@ -25,8 +25,7 @@ from fa_verify.properties.subjects.supported import (
     problems_of_few_kernels,
 )
 from fa_verify.pytest_plugin.example_database import of_one_test
-from fa_verify.pytest_plugin.fuzz.hunter import TURN_OVER
-from fa_verify.session import mask_of, subject_of
+from fa_verify.session import TURN_OVER, mask_of, subject_of
 from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 # Largest number of tile pairs of a problem, which take the interpreter or a GPU about a second. In

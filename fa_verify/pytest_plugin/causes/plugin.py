@@ -24,8 +24,7 @@ from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
-from fa_verify.pytest_plugin.fuzz.hunter import is_turn
-from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, subject_of
+from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, is_turn, subject_of
 
 __all__ = ["Causes"]
 

@@ -7,7 +7,6 @@ import importlib.util
 import platform
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +17,12 @@ from fa_verify.properties.search.corpus import Cause, CorpusEntry, keep
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock
+from fa_verify.session import TURN_OVER
 
-__all__ = ["FEWEST", "TURN_OVER", "Hunter", "is_turn"]
+__all__ = ["FEWEST", "Hunter"]
 
-TURN_OVER = "the turn is over"
 # Minimum number of problems in a turn: the first one that Hypothesis draws is always the same.
 FEWEST = 6
-
-
-def is_turn(report: Any) -> bool:
-    """Return whether a test was skipped because its turn was over, and found nothing."""
-    return bool(report.skipped and TURN_OVER in str(report.longrepr))
 
 
 class Hunter(Runner):

@@ -21,11 +21,11 @@ from fa_verify.properties.search.corpus import CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
-from fa_verify.pytest_plugin.fuzz.hunter import Hunter, is_turn
+from fa_verify.pytest_plugin.fuzz.hunter import Hunter
 from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.progress import IN_A_LOG, ON_A_TERMINAL, clock
 from fa_verify.pytest_plugin.regression_files import is_regression
-from fa_verify.session import select
+from fa_verify.session import is_turn, select
 
 __all__ = ["PROFILE", "Fuzzing", "choose_workers", "minutes_of"]
 

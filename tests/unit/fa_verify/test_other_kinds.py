@@ -19,8 +19,6 @@ from fa_verify.properties.subjects.supported import problems_of
 from tests.unit.fa_verify.test_command import run
 
 MERGES = """
-import os
-
 import torch
 from fa_verify import attention_kernel
 
@@ -47,13 +45,6 @@ def merge(outs, lses):
 @attention_kernel(states=True, dtypes=("fp32",), devices=("cpu",), backward=False)
 def broken(outs, lses):
     return merged(outs, lses, 0.999)
-
-
-@attention_kernel(states=True, dtypes=("fp32",), devices=("cpu",), backward=False)
-def crashing(outs, lses):
-    if len(outs) > 2:
-        os.abort()
-    return merged(outs, lses)
 
 
 @attention_kernel(states=True, dtypes=("fp32",), devices=("cpu",), backward=False)
@@ -159,14 +150,14 @@ def test_a_merge_is_fuzzed_and_its_smallest_problem_kept(folder):
     assert not re.search(r": 0 problems", done.stdout.rpartition("fuzzing")[2])
     kept = [json.loads(x.read_text()) for x in (folder / "fa-verify-problems").glob("*.json")]
     assert {x["guarantee"] for x in kept} <= {"S1 merging", "S2 conventions"}
-    assert [1, 1, 1] in [x["problem"]["merge"]["parts"] for x in kept]
+    assert [1, 1, 1] in [x["problem"]["merge"].get("parts") for x in kept]
     # A later run replays them first.
     again = run(folder, "check", "merges.py:broken", "--", "-n0", "-k", "test_regression")
     assert again.returncode == 1, again.stdout + again.stderr
 
 
 def test_a_right_merge_holds_where_it_is_fuzzed(folder):
-    done = run(folder, "check", "merges.py:merge", "--minutes=0.15", "--", "-n1")
+    done = run(folder, "check", "merges.py:merge", "--minutes=0.1", "--", "-n1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^merges.py:merge  HOLDS  [1-9]", done.stdout, re.MULTILINE)
 
@@ -187,7 +178,7 @@ def test_one_fault_of_a_cache_is_one_cause_at_its_threshold(folder):
     assert "__tracebackhide__" not in again.stdout
 
 
-@pytest.mark.parametrize("name", ["merges.py:crashing", "caches.py:crashing", "merges.py:hanging"])
+@pytest.mark.parametrize("name", ["caches.py:crashing", "merges.py:hanging"])
 def test_a_crash_or_hang_names_its_call_and_a_line_that_replays_it(folder, name):
     checks = "fp32 and accuracy and not claim"
     words = ["--fa-problem-timeout=4"] if "hanging" in name else []

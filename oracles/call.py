@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 if TYPE_CHECKING:
     from fa_verify.oracles.problem import Problem
 
-__all__ = ["Call", "changed"]
+__all__ = ["Call", "changed", "record_from_json"]
 
 
 class Call:
@@ -94,3 +94,15 @@ def changed(call: _Call, **fields: Any) -> _Call:
             raise ValueError(f"a {call.kind} has no {' and '.join(others)}")
         own["attention"] = dataclasses.replace(call.attention, **others)
     return dataclasses.replace(call, **own)  # type: ignore[type-var]
+
+
+def record_from_json(text: str) -> Any:
+    """Reads one line of JSON; nothing in it is evaluated or imported.
+
+    Raises:
+        ValueError: The text is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fa_verify.oracles.call import Call
+from fa_verify.oracles.call import Call, record_from_json
 from fa_verify.oracles.masks.codec import mask_from_record, mask_to_record
 from fa_verify.oracles.masks.mask import Mask
 
@@ -212,11 +211,7 @@ class Problem(Call):
             ValueError: The text is not JSON, has another version or an unknown field or mask, or a
                 value is out of range.
         """
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None
-        return cls.from_record(record)
+        return cls.from_record(record_from_json(text))
 
     @classmethod
     def from_record(cls, record: object) -> Problem:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from fa_verify.oracles.call import Call
+from fa_verify.oracles.call import Call, record_from_json
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.calls.ring import RingProblem
@@ -25,11 +23,7 @@ def call_from_json(text: str) -> Call:
         ValueError: The text is not JSON, has another version or an unknown field or mask, or a
             value is out of range.
     """
-    try:
-        record = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None
-    return call_from_record(record)
+    return call_from_record(record_from_json(text))
 
 
 def call_from_record(record: object) -> Call:

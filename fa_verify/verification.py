@@ -19,6 +19,7 @@ from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
+from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.repaired_fork import REPAIR_FIRST, in_repaired_fork
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.simulator.interpreter.repair import is_needed
@@ -59,7 +60,8 @@ class Report:
     summary: str
 
     def __bool__(self) -> bool:
-        return self.judged > 0 and not self.findings
+        limited = any(CANNOT_RUN in why for why in self.unsupported)
+        return self.judged > 0 and not self.findings and not limited
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]

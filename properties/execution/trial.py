@@ -33,7 +33,7 @@ from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.without_gpu import advice
+from fa_verify.properties.subjects.without_gpu import CANNOT_RUN, advice, asks_for_a_gpu
 
 __all__ = [
     "AttentionTrial",
@@ -435,6 +435,8 @@ def _exceptions_of_the_subject(
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if reason := no_room(error):
                 raise NotImplementedError(reason) from error
+            if reason := asks_for_a_gpu(error):
+                raise NotImplementedError(f"{CANNOT_RUN}{reason}") from error
             if interrupts:
                 raise KeyboardInterrupt from error
             raise SubjectError(_told(error), forward) from error

@@ -25,6 +25,7 @@ from fa_verify.properties.execution.trial import SubjectError, plan_run
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 
 __all__ = ["Runner", "attack", "draws", "of_supported", "plainest"]
 
@@ -107,6 +108,11 @@ class Runner:
             # The exception may come after a forward that is wrong.
             before = [] if error.trial is None else accuracy(error.trial)
             return alone or [*before, Finding.of_exception(error, self.subject, problem)]
+
+    @property
+    def limits(self) -> str:
+        """Why problems cannot run on this machine, which says nothing about the kernel."""
+        return ", ".join(why for why in self.refusals if CANNOT_RUN in why)
 
     def _refuse(self, problem: Call, reason: str) -> None:
         self.refusals[reason] += 1

@@ -72,7 +72,11 @@ class _Plans:
         tensor, numbers = self._tensor, (int, float)
         known: dict[tuple[object, ...], Function] = {}
 
-        def load(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
+        def load(
+            pointer: Any, mask: Any = None, other: Any = None, *rest: Any, **options: Any
+        ) -> Any:  # fmt: skip
+            if rest:
+                return original(pointer, mask, other, *rest, **options)
             if mask is None is other and pointer.__class__ is tensor:
                 key: tuple[object, ...] = (pointer._kind,)
             elif (
@@ -135,13 +139,16 @@ class _Plans:
         tensor = self._tensor
         known: dict[tuple[object, ...], Function] = {}
 
-        def store(pointer: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        def store(
+            pointer: Any, value: Any, mask: Any = None, *rest: Any, **options: Any
+        ) -> Any:  # fmt: skip
             if (
-                options
+                rest
+                or options
                 or not (pointer.__class__ is value.__class__ is tensor)
                 or not (mask is None or mask.__class__ is tensor)
             ):
-                return original(pointer, value, mask, **options)
+                return original(pointer, value, mask, *rest, **options)
             key = (pointer._kind, value._kind, -1 if mask is None else mask._kind)
             plan = known.get(key)
             if plan is not None:

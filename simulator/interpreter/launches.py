@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from fa_verify.simulator.interpreter.block_pointers import add_block_pointers
 from fa_verify.simulator.interpreter.functions import compute_functions_directly
+from fa_verify.simulator.interpreter.limits import limit_of
 from fa_verify.simulator.interpreter.operators import compute_operators_directly
 from fa_verify.simulator.interpreter.types import call_builtins_directly, work_types_out_once
 
@@ -80,6 +82,8 @@ def repair_launches(interpreter: Any) -> None:
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         work_types_out_once(interpreter, patch.set_attr)
         compute_operators_directly(interpreter, patch.set_attr)
+        # Before the plans of loads and stores, which leave block pointers to it.
+        add_block_pointers(interpreter, patch.set_attr)
         compute_functions_directly(interpreter, patch.set_attr)
     finally:
         interpreter._LangPatchScope = original_scope
@@ -93,8 +97,11 @@ def repair_launches(interpreter: Any) -> None:
         try:
             original_launch(self, *args, **kwargs)
         except interpreter.InterpreterError as error:
-            if isinstance(error.__cause__, NotImplementedError):
-                raise error.__cause__ from None
+            cause: Any = error
+            while isinstance(cause, interpreter.InterpreterError) and cause.__cause__:
+                cause = cause.__cause__
+            if limit := limit_of(cause, interpreter):
+                raise limit from error
             raise
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

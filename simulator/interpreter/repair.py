@@ -23,6 +23,8 @@ from fa_verify.simulator.interpreter.launches import (
     repair_launches,
     skip_idle_work,
 )
+from fa_verify.simulator.interpreter.libdevice import interpret_libdevice
+from fa_verify.simulator.interpreter.limits import CannotRunError
 from fa_verify.simulator.interpreter.rounding import (
     fma_bf16,
     nearest_bf16,
@@ -61,8 +63,9 @@ def repair() -> None:
       runs as "ieee".
     - A masked-off lane of ``tl.load`` without ``other`` is NaN, or 0x5A in every byte.
     - A load, store or atomic outside of the tensors of its launch raises OutOfBoundsError.
-    - A launch raises a kernel's NotImplementedError unchanged. Atomic additions and scaled dot
-      products of bf16 raise it. Every other exception is an InterpreterError, as before.
+    - ``libdevice``, block pointers and atomic additions of bf16 work.
+    - A launch that needs what the interpreter lacks raises CannotRunError, for example for scaled
+      dot products of bf16. Every other exception is an InterpreterError, as before.
     - NumPy's floating-point warnings are disabled inside a launch.
     - The language is patched once per launch and restored afterwards.
     - Operators of tensors and some functions look up their types, and call NumPy directly.
@@ -98,6 +101,7 @@ def repair() -> None:
     _repair_memory(interpreter)
     leave_tensors_on_the_cpu(interpreter)
     watch_addresses(interpreter)
+    interpret_libdevice(interpreter)
     repair_launches(interpreter)
     skip_idle_work(interpreter)
     take_first_configurations()
@@ -117,7 +121,8 @@ def describe() -> str:
         return "interpreter not repaired"
     return (
         "interpreter repaired: bf16 round-to-nearest-even casts, bf16 arithmetic and dots, "
-        "poisoned masked loads, checked addresses, TF32 truncation, one language patch a launch, "
+        "poisoned masked loads, checked addresses, TF32 truncation, libdevice, block pointers, "
+        "one language patch a launch, "
         "first configurations of autotuners"
     )
 
@@ -126,7 +131,7 @@ _REPLACED = {
     "InterpreterBuilder": (
         "cast_impl create_fp_to_fp get_bf16 binary_op unary_op ternary_op create_fma create_dot "
         "create_dot_scaled create_masked_load create_masked_store create_atomic_rmw "
-        "create_atomic_cas create_int_to_ptr"
+        "create_atomic_cas create_int_to_ptr create_extern_elementwise"
     ),
     "ReduceOps": "min_max sum",
     "ScanOps": "cumsum cumprod",
@@ -141,8 +146,8 @@ _REPLACED = {
 _USED = (
     "TensorHandle InterpreterError _LangPatchScope _get_np_dtype _patch_attr _patch_lang "
     "tl.block_type tl.dtype tl.pointer_type tl.tensor tl.core.builtin tl.core._unwrap_if_constexpr "
-    "interpreter_builder.options.debug TensorDescriptor inspect.getcallargs _ir.ROUNDING_MODE.RTZ "
-    "_ir.INPUT_PRECISION.TF32 _ir.ATOMIC_OP.FADD"
+    "interpreter_builder.options.debug TensorDescriptor InterpreterOptions inspect.getcallargs "
+    "_ir.ROUNDING_MODE.RTZ _ir.INPUT_PRECISION.TF32 _ir.ATOMIC_OP.FADD"
 )
 
 
@@ -321,7 +326,7 @@ def _repair_dots(interpreter: Any) -> None:
 
     def create_dot_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, handle_of) and _is_bf16(x) for x in (*args, *kwargs.values())):
-            raise NotImplementedError("the interpreter does not support tl.dot_scaled of bf16")
+            raise CannotRunError("the interpreter has no tl.dot_scaled of bf16")
         return original_scaled(self, *args, **kwargs)
 
     builder.create_dot = create_dot
@@ -340,7 +345,7 @@ _WILD = 0x5A5A5A5A5A5A5A5A
 
 
 def _repair_memory(interpreter: Any) -> None:
-    """Poison masked-off lanes without ``other``, and refuse atomic additions of bfloat16."""
+    """Poison masked-off lanes without ``other``, and add bfloat16 by atomics."""
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
     original_load, original_rmw = builder.create_masked_load, builder.create_atomic_rmw
     semantic = interpreter.interpreter_semantic
@@ -368,10 +373,22 @@ def _repair_memory(interpreter: Any) -> None:
             other = handle_of(np.full(ptrs.data.shape, poison), element)
         return original_load(self, ptrs, mask, other, *rest, **named)
 
-    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, *rest: Any) -> Any:
-        if op == add and _is_bf16(val):
-            raise NotImplementedError("the interpreter does not support tl.atomic_add of bf16")
-        return original_rmw(self, op, ptr, val, *rest)
+    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        if op != add or not _is_bf16(val):
+            return original_rmw(self, op, ptr, val, mask, *rest)
+        left = np.flatnonzero(np.broadcast_to(mask.data, ptr.data.shape))
+        addresses, values, before = ptr.data.ravel(), val.data.ravel(), np.zeros_like(val.data)
+        while left.size:
+            # Lanes of one address take turns, and each addition rounds.
+            _, turn = np.unique(addresses[left], return_index=True)
+            lanes = left[turn]
+            pointers = handle_of(addresses[lanes], ptr.dtype)
+            old = self.create_load(pointers, None, False).data
+            total = nearest_bf16(widen_bf16(old) + widen_bf16(values[lanes]))
+            self.create_store(pointers, handle_of(total, val.dtype), None)
+            before.flat[lanes] = old
+            left = np.delete(left, turn)
+        return handle_of(before, val.dtype.scalar)
 
     semantic.load = load
     builder.create_masked_load = create_masked_load

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fa_verify.simulator.interpreter.limits import CannotRunError
+
 __all__ = ["stand_in_for_a_gpu", "take_first_configurations"]
 
 
@@ -37,7 +39,18 @@ def stand_in_for_a_gpu() -> None:
             return True
 
         def map_python_to_cpp_type(self, ty: str) -> str:
-            raise NotImplementedError("the interpreter compiles nothing")
+            raise CannotRunError("the interpreter compiles nothing")
+
+        def get_current_device(self) -> int:
+            # Kernels that the interpreter does not run, such as those of Gluon, begin with it.
+            raise CannotRunError("the kernel asks Triton's driver for a GPU")
+
+        def get_current_stream(self, device: object = None) -> int:
+            return self.get_current_device()
+
+        @property
+        def utils(self) -> Any:
+            return self.get_current_device()
 
         def get_current_target(self) -> Any:
             return GPUTarget("cpu", 0, 1)
@@ -46,7 +59,7 @@ def stand_in_for_a_gpu() -> None:
             return torch.device("cpu")
 
         def get_benchmarker(self) -> Any:
-            raise NotImplementedError("the interpreter times nothing")
+            raise CannotRunError("the interpreter times nothing")
 
     module: Any = importlib.import_module("triton.runtime.driver")
     original = module._create_driver

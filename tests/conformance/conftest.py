@@ -25,7 +25,7 @@ from fa_verify.properties.subjects.supported import (
     problems_of_few_kernels,
 )
 from fa_verify.pytest_plugin.example_database import of_one_test
-from fa_verify.session import TURN_OVER, mask_of, subject_of
+from fa_verify.session import NOT_ASKED, TURN_OVER, mask_of, subject_of
 from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 # Largest number of tile pairs of a problem, which take the interpreter or a GPU about a second. In
@@ -181,6 +181,8 @@ def drawing(request: pytest.FixtureRequest, runner: Runner) -> Callable[..., Non
             settings = of_one_test(settings, name, keeps)
         attack(judge, claim, strategy, seed=seed, steer=fuzzing, settings=settings)
         check_that_problems_were_judged(judge)
+        if runner.limits:
+            request.node.user_properties.append((NOT_ASKED, runner.limits))
         if plugin:
             # A turn draws too few problems for the assertions that follow in some tests.
             pytest.skip(TURN_OVER)
@@ -280,8 +282,8 @@ def for_all(
 def check_that_problems_were_judged(runner: Runner) -> None:
     """Fail a test if too few problems were judged, as they were refused or out of range.
 
-    Skip it if the declared numerics, and not the defaults, put them out of range, or if the claim
-    is applicable to none.
+    Skip it if the declared numerics, and not the defaults, put them out of range, if the claim
+    is applicable to none, or if they cannot run on this machine.
     """
     __tracebackhide__ = True
     if runner.not_applicable() and not runner.applied:
@@ -289,6 +291,8 @@ def check_that_problems_were_judged(runner: Runner) -> None:
     least = min(LEAST_JUDGED, hypothesis.settings().max_examples // 2)
     if runner.judged >= least:
         return
+    if runner.limits:
+        pytest.skip(runner.limits)
     if runner.judged + runner.out_by_numerics >= least:
         pytest.skip(
             f"{runner.out_by_numerics} of {runner.judged + runner.out_of_range} problems are out "

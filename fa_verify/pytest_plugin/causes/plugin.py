@@ -22,6 +22,7 @@ from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
 from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, is_turn, subject_of
@@ -163,7 +164,10 @@ class Causes:
             self._outcomes.setdefault(report.nodeid, "skipped")
             why = report.longrepr
             why = str(why[2]) if isinstance(why, tuple) else str(why)
-            self._reasons[why.removeprefix("Skipped: ")] += 1
+            why = why.removeprefix("Skipped: ")
+            self._reasons[why] += 1
+            if CANNOT_RUN in why:
+                self._parts[why] = None
         elif report.when == "call":
             self._outcomes.setdefault(report.nodeid, "passed")
             parts = [str(why) for name, why in report.user_properties if name == NOT_ASKED]

@@ -10,6 +10,7 @@ from typing import Any
 from fa_verify.oracles.guarantee import G5, G12, guarantee_of
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
+from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 
 __all__ = [
     "Counts",
@@ -191,7 +192,8 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
     holds = "holds" if counts.hold == 1 else "hold"
     if not counts.failed:
-        word = "HOLDS" if counts.hold else "NOT VERIFIED"
+        limited = any(CANNOT_RUN in why for why in counts.reasons)
+        word = "HOLDS" if counts.hold and not limited else "NOT VERIFIED"
         yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
         return
     yield (

@@ -53,6 +53,13 @@ def hanging(q, k, v, *, mask, sm_scale):
     return attention(q, k, v, mask=mask, sm_scale=sm_scale)
 
 
+@DECLARED
+def on_a_gpu(q, k, v, *, mask, sm_scale):
+    if k.shape[2] > 20:
+        torch.cuda.current_device()
+    return attention(q, k, v, mask=mask, sm_scale=sm_scale)
+
+
 def crashing(q, k, v, *, mask, sm_scale):
     if k.shape[2] > 20:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -296,6 +303,13 @@ def test_a_run_that_skips_every_check_has_a_status(folder):
     done = run(folder, "check", "my.py:attention", "--", "-n0", "-k", "test_merging.py")
     assert done.returncode == 4, done.stdout + done.stderr
     assert "my.py:attention  NOT VERIFIED  0 checks hold" in done.stdout
+
+
+def test_a_kernel_that_asks_for_a_gpu_is_not_verified_on_a_cpu(folder):
+    words = ("--quick", "--", "-n0", "-k", "test_quick and (000 or 001 or 002 or 003 or 004)")
+    done = run(folder, "check", "my.py:on_a_gpu", *words)
+    assert "my.py:on_a_gpu  NOT VERIFIED  " in done.stdout, done.stdout + done.stderr
+    assert "   not asked: cannot run on a CPU: the kernel asks for a GPU, and there" in done.stdout
 
 
 def test_the_list_names_every_kernel(folder):

@@ -170,8 +170,23 @@ def half_tile_kernel(Y, S: tl.constexpr):
 
 
 @triton.jit
-def atomic_add_kernel(Y):
-    tl.atomic_add(Y + tl.arange(0, 16), tl.full((16,), 1.0, Y.dtype.element_ty))
+def atomic_add_kernel(X, INDICES, Y, BEFORE, N, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    inside = offs < N
+    indices = tl.load(INDICES + offs, mask=inside, other=0)
+    before = tl.atomic_add(Y + indices, tl.load(X + offs, mask=inside, other=0.0), mask=inside)
+    tl.store(BEFORE + offs, before, mask=inside)
+
+
+@triton.jit
+def lacking_kernel(X, HOW: tl.constexpr):
+    x = tl.load(X + tl.arange(0, 16))
+    if HOW == "asm":
+        tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+    elif HOW == "builder":
+        tl.extra.cuda.num_warps()
+    elif HOW == "language":
+        tl.dot(x, x)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -495,9 +510,43 @@ def test_a_shape_that_is_no_int_is_still_refused():
         half_tile_kernel[(1,)](torch.zeros(8), S=16)
 
 
-def test_what_cannot_be_computed_is_refused_as_not_implemented():
-    with pytest.raises(NotImplementedError, match="atomic_add of bf16"):
-        atomic_add_kernel[(1,)](torch.zeros(16, dtype=BF16))
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_atomic_additions_round_each_in_turn(dtype):
+    count = 27
+    x = (integers(3, "atomics", (count,)).double() / 2**60).to(dtype)
+    indices = torch.arange(count, dtype=torch.int32) * 7 % 5
+    y, before = torch.ones(6, dtype=dtype), torch.zeros(count, dtype=dtype)
+    atomic_add_kernel[(1,)](x, indices, y, before, count, BLOCK=32)
+    want, seen = torch.ones(6, dtype=dtype), []
+    for place, addend in zip(indices.tolist(), x, strict=True):
+        seen.append(want[place].clone())
+        want[place] += addend
+    assert torch.equal(y, want)
+    assert torch.equal(before, torch.stack(seen))
+
+
+def test_an_atomic_addition_of_bf16_out_of_bounds_is_an_error():
+    x, y = torch.ones(4, dtype=BF16), torch.zeros(3, dtype=BF16)
+    indices = torch.arange(4, dtype=torch.int32)
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="updates 1 of 4 elements"):
+        atomic_add_kernel[(1,)](x, indices, y, torch.zeros_like(x), 4, BLOCK=4)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("asm", "^cannot run on a CPU: inline_asm not supported"),
+        ("builder", "^cannot run on a CPU: Triton's interpreter has no num_warps$"),
+    ],
+)
+def test_what_the_interpreter_lacks_cannot_run_on_a_cpu(how, message):
+    with pytest.raises(NotImplementedError, match=message):
+        lacking_kernel[(1,)](torch.zeros(16), HOW=how)
+
+
+def test_what_the_language_refuses_is_the_kernels_fault():
+    with pytest.raises(triton.runtime.errors.InterpreterError):
+        lacking_kernel[(1,)](torch.zeros(16), HOW="language")
 
 
 def test_a_second_repair_changes_nothing():

@@ -76,6 +76,8 @@ def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
     assert line == "f  FAILED  0 causes, 4 checks: 3 failed, 1 holds, 0 not asked"
     (line,) = verdict("f", Counts(0, 0, {"no GPU": 4}), [])
     assert line.startswith("f  NOT VERIFIED")
+    (line,) = verdict("f", Counts(0, 9, {"cannot run on a CPU: inline assembly": 1}), [])
+    assert line == "f  NOT VERIFIED  9 checks hold, 1 not asked (1 reason)"
 
 
 @pytest.mark.parametrize(

@@ -1085,7 +1085,8 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "A hang",
             "A problem used more CPU time than `--problem-timeout` (and 1 s for every "
             "1e8 pairs of a row and a key), took 5 times as long by the "
-            "clock, or compiled 10 times as long. The stack begins at the innermost frame. A "
+            "clock, or compiled 10 times as long. With several workers, its test ran again with 5 "
+            "times these limits. The stack begins at the innermost frame. A "
             "kernel that waits for itself shows the frame of its launch, and a compilation the "
             "frame of the compiler.",
             _hang,

@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
 __all__ = ["CrashReports", "problem_timeout"]
 
 DAY = 86_400.0
+# The limit of a problem that is tried again, as a multiple of the first. On a busy machine, a kernel
+# takes several times as long as alone.
+AGAIN = 5
 # A kernel that ends every worker does not end the run, if its frames differ.
 MOST_RESTARTS = "1000"
+_RUNS_AGAIN = "runs again"
 _SUITE = Path(__file__).parents[1]
 _LIBRARIES = (
     str(_SUITE),
@@ -55,7 +60,8 @@ class CrashReports:
     process reads the records, but the watchdog still reports hangs and CUDA errors on stderr.
 
     The controller stops the run when the same frame ends two workers in a row, unless
-    --max-worker-restart is given. xdist ignores deaths of workers in ``-x`` and ``--maxfail``; the
+    --max-worker-restart is given. A test that hangs is run once more with a longer limit, because
+    its problem may only be slow. xdist ignores deaths of workers in ``-x`` and ``--maxfail``; the
     controller counts them.
 
     Attributes:
@@ -64,7 +70,7 @@ class CrashReports:
 
     def __init__(self, config: pytest.Config) -> None:
         """Start the watchdog. Call in ``pytest_configure``, where stderr is not captured yet."""
-        seconds = problem_timeout(config)
+        seconds = self._seconds = problem_timeout(config)
         worker: dict[str, Any] | None = getattr(config, "workerinput", None)
         self._own = None if worker else tempfile.TemporaryDirectory(prefix="watchdog-")
         self.directory = Path(worker["watchdog"] if worker else self._own.name)
@@ -79,6 +85,8 @@ class CrashReports:
         self._died = False
         self._frame = ""
         self._stop = ""
+        # Tests that hung, and were run again.
+        self._again: set[str] = set()
         # None without xdist.
         self._restarts = getattr(config.option, "maxworkerrestart", MOST_RESTARTS)
         if self._restarts is None:
@@ -93,6 +101,10 @@ class CrashReports:
 
     def _log(self, worker: str) -> Path:
         return self.directory / f"{worker}.log"
+
+    def _tried_again(self) -> Path:
+        """The file that lists the tests that run again, one on a line."""
+        return self.directory / "again"
 
     def _end(self, code: int) -> None:
         """End the process, after removing the directory if this process created it."""
@@ -110,11 +122,33 @@ class CrashReports:
         if self._is_worker:
             faulthandler.enable(self.watchdog.log, all_threads=False)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Raise the limit for a test that hung in another worker."""
+        again = self._tried_again()
+        is_again = again.exists() and item.nodeid in again.read_text("utf-8").splitlines()
+        self.watchdog.seconds = self._seconds * (AGAIN if is_again else 1)
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Name the outcome of a test that will run again."""
+        return (_RUNS_AGAIN, "R", "RUNS AGAIN") if report.outcome == _RUNS_AGAIN else None
+
     @pytest.hookimpl(optionalhook=True)
-    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        """Prepend how the worker ended, its problem and the replay line to xdist's message."""
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+        """Prepend how the worker ended, its problem and the replay line to xdist's message.
+
+        A test that hangs for the first time runs again.
+        """
         node: Any = report.node  # type: ignore[attr-defined]
         record = Record.read(self._file(node.gateway.id))
+        if record is not None and record.state == "hang" and crashitem not in self._again:
+            self._again.add(crashitem)
+            self._tried_again().write_text("\n".join(self._again), "utf-8")
+            # xdist's other schedulers take no test back.
+            with suppress(NotImplementedError):
+                sched.mark_test_pending(crashitem)
+                report.outcome = _RUNS_AGAIN  # type: ignore[assignment]
+                return
         stack = _of_kernel((record and record.stack) or _dumped(self._log(node.gateway.id)))
         if record is not None:
             record = dataclasses.replace(record, stack=stack)
@@ -128,6 +162,8 @@ class CrashReports:
             )
         else:
             said = record.describe()
+            if crashitem in self._again and record.state == "hang":
+                said += f"\n  It hung before, with the limit of {self._seconds:g} s."
         report.longrepr = f"{said}\n{report.longrepr}"
         # Title the report with the test's name; xdist uses the file's name.
         report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)

@@ -111,7 +111,7 @@ class Runner:
 
     @property
     def limits(self) -> str:
-        """Why problems cannot run on this machine, which says nothing about the kernel."""
+        """The reasons for which problems cannot run on this machine, whatever the kernel."""
         return ", ".join(why for why in self.refusals if CANNOT_RUN in why)
 
     def _refuse(self, problem: Call, reason: str) -> None:

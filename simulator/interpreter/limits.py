@@ -1,4 +1,4 @@
-"""What the interpreter cannot do, which says nothing about a kernel."""
+"""Limits of the interpreter, which say nothing about a kernel."""
 
 from __future__ import annotations
 

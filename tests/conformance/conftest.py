@@ -17,6 +17,7 @@ from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import Runner, attack
+from fa_verify.properties.search.sizing import sized
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import (
@@ -136,13 +137,15 @@ def runner(
 def check_one(runner: Runner) -> Callable[[Problem, Check], None]:
     """A function that runs a check on one problem, narrowed to what the subject declares.
 
+    For a slow kernel on a CPU the problem is smaller.
     It skips the test if the subject refuses the problem, or the check finds too little memory.
     """
 
     def check(problem: Problem, claim: Check) -> None:
         __tracebackhide__ = True
         try:
-            findings = runner.findings(narrowed(runner.subject, problem), claim)
+            fitting = sized(runner, narrowed(runner.subject, problem))
+            findings = runner.findings(fitting, claim)
         except MemoryError as error:
             pytest.skip(str(error))
         if findings:

@@ -160,6 +160,7 @@ TESTS: dict[str, str] = {
     "properties/search/corpus.py": "test_corpus",
     "properties/search/declaring.py": "test_causes",
     "properties/search/minimize.py": "test_minimize",
+    "properties/search/sizing.py": "test_sizing",
     "properties/search/search.py": "test_search test_batched test_statistics",
     "properties/subjects/attention_kernel.py": "test_attention_kernel",
     "properties/subjects/declarations.py": "test_declarations test_supported",

@@ -90,6 +90,16 @@ def test_dies(k, watchdog):
         attention()
 """
 
+# Over the first limit of a second by the clock, and below the second.
+SLOW = """
+import time
+from fa_verify.oracles.problem import Problem
+
+def test_is_slow(watchdog):
+    with watchdog.watching(Problem(seed=21)):
+        time.sleep(2)
+"""
+
 TERMINATED = """
 import os, signal, time
 
@@ -108,6 +118,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crashes")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
+    (folder / "test_slow.py").write_text(SLOW)
     (folder / "test_terminated.py").write_text(TERMINATED)
     (folder / "kernel.py").write_text(KERNEL)
     (folder / "test_always_dies.py").write_text(ALWAYS_DIES)
@@ -134,7 +145,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parallel(run):
-    """A run with two workers at a time, four of which die one after the other."""
+    """A run with two workers at a time, five of which die one after the other."""
     return run("test_it.py", "-n2", "--maxschedchunk=2")
 
 
@@ -147,7 +158,7 @@ def report_of(test: str, output: str) -> str:
     ("test", "seed", "cause"),
     [
         ("test_dies", 11, "died of signal 11 (Segmentation fault) after "),
-        ("test_hangs", 12, "hang: over 1 s in one problem"),
+        ("test_hangs", 12, "hang: over 5 s in one problem"),
         ("test_loses_the_gpu", 13, "cuda error: RuntimeError: an illegal memory access was"),
     ],
 )
@@ -165,6 +176,19 @@ def test_the_report_says_what_was_done_with_the_problem(parallel):
 
 def test_the_report_says_where_it_hangs(parallel):
     assert "test_it.py:18 in test_hangs" in report_of("test_hangs", parallel.stdout)
+
+
+def test_a_hang_is_named_after_its_second_try(parallel):
+    report = report_of("test_hangs", parallel.stdout)
+    assert "It hung before, with the limit of 0.2 s." in report
+    assert "It hung before" not in report_of("test_dies", parallel.stdout)
+
+
+def test_a_slow_problem_is_no_hang(run):
+    done = run("test_slow.py", "-n1")
+    assert "1 passed, 1 runs again" in done.stdout
+    assert done.returncode == pytest.ExitCode.OK
+    assert done.left_behind == []
 
 
 def test_the_report_says_where_it_dies(parallel):
@@ -186,7 +210,7 @@ def test_a_death_outside_of_problems_blames_none(parallel):
 
 
 def test_the_other_tests_run_once(parallel):
-    assert "4 failed, 8 passed" in parallel.stdout
+    assert "4 failed, 8 passed, 1 runs again" in parallel.stdout
     assert parallel.returncode == pytest.ExitCode.TESTS_FAILED
 
 

@@ -27,8 +27,8 @@ from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
 __all__ = ["CrashReports", "problem_timeout"]
 
 DAY = 86_400.0
-# The limit of a problem that is tried again, as a multiple of the first. On a busy machine, a kernel
-# takes several times as long as alone.
+# The limit of a problem that is tried again, as a multiple of the first. On a busy machine a kernel
+# takes several times as long.
 AGAIN = 5
 # A kernel that ends every worker does not end the run, if its frames differ.
 MOST_RESTARTS = "1000"

@@ -18,6 +18,7 @@ import torch
 from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
 from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.problems.mask_examples import pictures
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
 from fa_verify.session import device_of, is_ours, is_whole, mask_of, subject_of
@@ -106,7 +107,17 @@ class Summary:
     ) -> None:
         """Print the counts, the largest error/bound of each output, and the declarations."""
         # pytest-xdist discards a worker's output, and listing the possible cells takes a second.
-        if hasattr(config, "workerinput") or not (self.tally.problems or self.tally.unsupported):
+        if hasattr(config, "workerinput") or config.option.collectonly:
+            return
+        if (mask := mask_of(config)) is not None:
+            terminalreporter.section("the mask: is this what you mean?")
+            try:
+                for line in pictures(mask):
+                    terminalreporter.write_line(line)
+            except Exception as error:
+                # A test has failed with it.
+                terminalreporter.write_line(f"no picture: {type(error).__name__}: {error}")
+        if not (self.tally.problems or self.tally.unsupported):
             return
         terminalreporter.section("attention verification")
         if not is_ours(config):
@@ -114,7 +125,7 @@ class Summary:
             terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
         for line in self.tally.lines():
             terminalreporter.write_line(line)
-        if is_whole(config) and not config.option.collectonly:
+        if is_whole(config):
             possible = possible_cells(subject_of(config), device_of(config))
             for line in coverage_lines(self.tally.coverage(possible)):
                 terminalreporter.write_line(line)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
-from fa_verify.oracles.masks.mask import Mask
+from fa_verify.oracles.masks.mask import Mask, shown
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.problems.mask_classes import bounds_of, instance_near
 
-__all__ = ["mask_example", "small_sizes"]
+__all__ = ["mask_example", "pictures", "small_sizes"]
 
 _SIZES = (*range(1, 10), 12, 15, 16, 17, 31, 32, 33)
 # More sizes for a class with a method ``draw``, whose parameters have no declared bounds.
@@ -18,6 +18,8 @@ _LARGER = (47, 48, 49, 63, 64, 65, 96, 128, 129)
 # Largest size that is added so that a field's smallest value has its edge inside.
 _FURTHEST = 200
 _HEADS = 2
+# Largest M and N of a picture, and draws of which one is shown.
+_WIDEST, _DRAWS = 17, 20
 
 
 def small_sizes(mask: type[Mask]) -> tuple[int, ...]:
@@ -63,6 +65,35 @@ def mask_example(
         B=entries, H=_HEADS, Hk=_HEADS, M=M, N=N, device=device,
         mask=dataclasses.replace(drawn, seqlens_q=rows, seqlens_k=keys),
     )  # fmt: skip
+
+
+def pictures(mask: type[Mask], count: int = 2) -> Iterator[str]:
+    """Yield lines that draw the dense form of small examples: a row for each query, # is visible.
+
+    No comparison finds a fault that the predicate and the dense form share.
+
+    Args:
+        mask: The class of masks.
+        count: The number of examples.
+    """
+    rng = Random(mask.__name__)
+    sizes = [size for size in small_sizes(mask) if 8 <= size <= _WIDEST]
+    for _ in range(count):
+        drawn = (
+            mask_example(rng, mask, sizes=sizes, entries=1, device="cpu") for _ in range(_DRAWS)
+        )
+        # The example with the most edges.
+        problem, rows = max(map(_drawn_whole, drawn), key=lambda x: len({*map(tuple, x[1])}))
+        yield f"{shown(problem.mask)}, b=0, h=0: {problem.M} queries down, {problem.N} keys across"
+        yield from ("  " + "".join(".#"[seen] for seen in row) for row in rows)
+
+
+def _drawn_whole(problem: Problem) -> tuple[Problem, list[list[bool]]]:
+    """Return a problem whose sequences are whole, and the dense mask of its first head."""
+    mask = dataclasses.replace(problem.mask, seqlens_q=None, seqlens_k=None)
+    sizes = problem.B, problem.H, problem.M, problem.N
+    rows = mask.dense(*sizes, device="cpu").expand(sizes)[0, 0].tolist()
+    return dataclasses.replace(problem, mask=mask), rows
 
 
 def _length(rng: Random, size: int) -> int:

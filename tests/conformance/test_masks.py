@@ -31,10 +31,14 @@ def pytest_generate_tests(metafunc):
             given = mask_of(metafunc.config)
             found = [mask_class(name) for name in names] if given is None else [given]
             metafunc.parametrize(fixture, found, ids=lambda found: found.__name__)
+    if "form" in metafunc.fixturenames:
+        # The masks of the repository compile in its own tests, and on a GPU the kernel does.
+        alone = mask_of(metafunc.config) is not None and not ON_GPU
+        forms = ["definition", "kernel", *(["compiled"] if alone else []), "block_map", "relation"]
+        metafunc.parametrize("form", forms)
 
 
 @pytest.mark.asks(FORMS)
-@pytest.mark.parametrize("form", ["definition", "kernel", "block_map", "relation"])
 def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
     """The tests of a run start with this one, so that no kernel is blamed for its mask."""
     given = pytestconfig.getoption("--fa-mask")
@@ -42,11 +46,17 @@ def test_the_forms_of_a_mask_agree(masks, form, pytestconfig):
         if given is None or form == "block_map":
             pytest.skip("compares the forms in the project's own kernels")
         pytest.importorskip("triton", reason="the jit form of a mask needs Triton")
+    from fa_verify.mask_compilation import compilation_fault
     from fa_verify.mask_forms import first_disagreement
 
     settings = hypothesis.settings()
     rng = random.Random(f"{masks.__name__}, {form}" if settings.derandomize else None)
     try:
+        if form == "compiled":
+            refused = compilation_fault(given, masks, rng)
+            if refused is not None:
+                pytest.fail(str(refused), pytrace=False)
+            return
         found = first_disagreement(form, masks, "cuda" if ON_GPU else "cpu", rng)
     except NotImplementedError as reason:
         if is_ours(pytestconfig):

@@ -35,6 +35,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import draws
+from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
@@ -131,7 +132,7 @@ def most_likely(alarms: int) -> float:
     return high
 
 
-def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: str) -> list[Problem]:
+def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: Any) -> list[Problem]:
     """Returns batches of problems; none if the subject's declarations exclude them.
 
     ``wanted`` are further arguments of ``problems_of``.
@@ -159,10 +160,12 @@ def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: str)
     return found
 
 
-def counted(subject: Subject, seconds: float, device: str, seed: str) -> Counts:
-    """Judges problems for some seconds, and returns the counts."""
+def counted(
+    subject: Subject, seconds: float, device: str, seed: str, score_mods: Sequence[str] = ()
+) -> Counts:
+    """Judges problems for some seconds, each with these score modifications; returns the counts."""
     counts = Counts()
-    for problem in _problems(subject, device, seed, time.monotonic() + seconds):
+    for problem in _problems(subject, device, seed, time.monotonic() + seconds, score_mods):
         try:
             for trial in _trials(subject, problem):
                 counts.problems += len(trial.problem.all_seeds)
@@ -204,7 +207,9 @@ def _trials(subject: Subject, problem: Problem) -> Iterator[AttentionTrial]:
         yield from _trials(subject, problem.part(half, len(problem.seeds)))
 
 
-def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterator[Problem]:
+def _problems(
+    subject: Subject, device: str, seed: str, until: float, score_mods: Sequence[str]
+) -> Iterator[Problem]:
     """Yields one new problem, and more of every shard in turn until a time of the monotonic clock.
 
     In every second turn, limits judge all of them.
@@ -214,7 +219,9 @@ def _problems(subject: Subject, device: str, seed: str, until: float) -> Iterato
     while True:
         none = True
         for shard in shards_of(subject):
-            wanted = {"inputs": next(families), "dout": "normal"} if turn % 2 else {}
+            wanted: dict[str, Any] = {"score_mods": tuple(score_mods)}
+            if turn % 2:
+                wanted |= {"inputs": next(families), "dout": "normal"}
             for problem in drawn(subject, shard, device, f"{seed}/{shard}/{turn}", **wanted):
                 none = False
                 yield problem
@@ -231,13 +238,15 @@ def _subject(name: str) -> Subject:
 
 
 def _worker(
-    number: int, kernels: Sequence[str], seconds: float, device: str, seed: str
-) -> dict[str, Counts]:
+    number: int, kernels: Sequence[str], seconds: float, device: str, seed: str,
+    score_mods: Sequence[str],
+) -> dict[str, Counts]:  # fmt: skip
     """Counts on every kernel, for an equal share of the time."""
     torch.set_num_threads(1)
     share = seconds / len(kernels)
     return {
-        name: counted(_subject(name), share, device, f"{seed}/{number}/{name}") for name in kernels
+        name: counted(_subject(name), share, device, f"{seed}/{number}/{name}", score_mods)
+        for name in kernels
     }
 
 
@@ -248,6 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kernels", nargs="+", help="names, or files as in --kernel (default: all)"
     )
+    parser.add_argument(
+        "--score-mods", nargs="+", default=(), choices=SCORE_MODS,
+        help="score modifications of every problem (default: none)",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, help="processes (default: all CPUs, at most 8)")
     parser.add_argument("--seed", default="0", help="another seed draws other problems")
     parser.add_argument("--write", action="store_true", help="write to results/ instead of build/")
@@ -257,15 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = [name for name, kernel in NAMED.items() if kernel.missing() is None]
     kernels = options.kernels or (here if device == "cuda" else ON_CPU)
     one = functools.partial(
-        _worker, kernels=kernels, seconds=options.seconds, device=device, seed=options.seed
-    )
+        _worker, kernels=kernels, seconds=options.seconds, device=device, seed=options.seed,
+        score_mods=options.score_mods,
+    )  # fmt: skip
     found = {name: Counts() for name in kernels}
     for counts in _each(one, workers):
         for name, of in counts.items():
             found[name].add(of)
     record = {
         "device": device_name(), "versions": versions(), "seconds": options.seconds,
-        "seed": options.seed,
+        "seed": options.seed, "score_mods": options.score_mods,
         "confidence": CONFIDENCE, "kernels": {name: of.record() for name, of in found.items()},
     }  # fmt: skip
     path = saved(ROOT, "false-alarms.json", record, device=device, keep=options.write)

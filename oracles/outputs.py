@@ -65,6 +65,9 @@ class Numerics:
             and the sum, "m_and_l", that lse was computed from. () if it reads neither, as in
             automatic differentiation of a softmax, or if nothing is known. Gradients are judged
             given what is read.
+        softcap_slope: The derivative of tanh is the "difference" 1 - tanh**2, as in automatic
+            differentiation, which loses all digits where tanh is nearly 1; or it is "exact", to a
+            few roundings of itself.
 
     Raises:
         ValueError: A declaration is out of range.
@@ -89,6 +92,7 @@ class Numerics:
     rescale_threshold: float = 0.0
     flushes: bool = False
     backward_reads: tuple[str, ...] = ()
+    softcap_slope: str = "difference"
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -126,4 +130,5 @@ _CHOICES = {
         ("m_and_l",),
         ("out", "m_and_l"),
     ),
+    "softcap_slope": ("difference", "exact"),
 }

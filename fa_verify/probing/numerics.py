@@ -12,6 +12,7 @@ from fa_verify.probing.arithmetic import arithmetic_of
 from fa_verify.probing.gradients import rounding_of_backward
 from fa_verify.probing.picture import blocks, in_words
 from fa_verify.probing.rounding import PRESCALES, rounding_of_forward
+from fa_verify.probing.softcap_slope import slope_of_softcap
 from fa_verify.probing.softmax_sum import order_of_softmax_sum
 from fa_verify.probing.summation import AXES, Sum, leaves, order_of
 from fa_verify.probing.tiles import tiles_of
@@ -58,6 +59,8 @@ def numerics_of(subject: Subject, base: Problem, found: Mapping[str, Answer]) ->
     if "prescaling" in found:
         yield _prescales(found)
     yield _p_dtype(found, backward)
+    if backward and "fp32" in limits.dtypes and "softcap" in found["score_mods"].value:
+        yield slope_of_softcap(subject, scaled)
     if "fp32" in limits.dtypes:
         yield _dots(found, backward)
         yield _tf32_conversion(found, backward)

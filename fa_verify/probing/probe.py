@@ -185,7 +185,7 @@ def refuted(subject: Subject, probed: Probed) -> list[str]:
 _WIDTHS: dict[str, tuple[Any, ...]] = {
     "dots": ("ieee", "tf32"), "p_dtype": ("fp32", "input"), "l_from": ("unrounded", "rounded"),
     "ds_from": ("unrounded", "rounded"), "group_sum": ("fp32", "dtype"), "flushes": (False, True),
-    "prescales": ("none", "q", "k", "qk"),
+    "prescales": ("none", "q", "k", "qk"), "softcap_slope": ("exact", "difference"),
 }  # fmt: skip
 # Further words that the answers can contradict.
 _SETTLED = (

@@ -372,11 +372,14 @@ def backward_error(
     )
 
 
-def terms_of(x: Chunk, read: Read, grads: _ScoreGrads, sm_scale: float) -> Terms:
-    """Returns the sums of |terms| of the gradients of a chunk."""
+def terms_of(x: Chunk, read: Read, grads: _ScoreGrads, sm_scale: float, slope_from: str) -> Terms:
+    """Returns the sums of |terms| of the gradients of a chunk; 1 and tanh**2 are those of a slope.
+
+    An exact slope, by ``Numerics.softcap_slope``, has one term.
+    """
     ds_terms = grads.capped.terms
     if read.slope is not None:
-        ds_terms *= read.slope
+        ds_terms *= read.slope if slope_from == "exact" else 2 - read.slope
     return Terms(
         dq=(ds_terms @ x.abs_k).mul_(sm_scale),
         dq_reach=grads.abs_ds @ x.abs_k,

@@ -281,7 +281,7 @@ def _judge_chunk(
     fwd = forward_error(x, sm_scale=t, c=c, numerics=numerics, exact_spread=exact, softcap=softcap)
     read = read_of(fwd, c)
     bwd = backward_error(x, read, sm_scale=t, c=c, numerics=numerics)
-    terms = terms_of(x, read, bwd.grads, t)
+    terms = terms_of(x, read, bwd.grads, t, numerics.softcap_slope)
     rows = _finish_rows(x, fwd, bwd, terms.dq, c)
     peaks = _row_peaks(x, fwd, bwd, terms.dq_reach, rows)
     return _Part(rows, bwd.keys, (terms.dk, terms.dv, terms.dk_reach), peaks)

@@ -284,7 +284,7 @@ def logits(
     error = _dot_error(x, reach, sm_scale, c, numerics.prescales)
     slope, slope_error = None, None
     if softcap is not None:
-        s, error, slope, slope_error = cap_error(s, error, softcap, c)
+        s, error, slope, slope_error = cap_error(s, error, softcap, c, numerics.softcap_slope)
     size = parts = s.abs()
     if x.added:
         s, parts = sum(x.added, s), sum(map(torch.abs, x.added), parts)

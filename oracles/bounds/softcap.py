@@ -23,7 +23,9 @@ class Cap(NamedTuple):
     slope_error: torch.Tensor
 
 
-def cap_error(x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants) -> Cap:
+def cap_error(
+    x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants, slope_from: str
+) -> Cap:
     """Returns capped scores, their slope, and the errors of both.
 
     A kernel multiplies a dot by t / c (two roundings), computes tanh and its slope of the product,
@@ -42,11 +44,27 @@ def cap_error(x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants
     products and reciprocal. The slope is 4 e / (1 + e)**2, or 1 - tanh**2 for a tanh below 0.47.
     The FTZ terms cover flushes.
 
+    A slope that is the difference 1 - T**2 everywhere has the errors of T in full, however small it
+    is. With y = x / c, T is tanh(y), but for the error of e and for two sums, a reciprocal and a
+    product::
+
+        |T - tanh| <= 7u |tanh| + (4u |y| + u_exp) f / 2
+        2 |tanh| |T - tanh| + u tanh**2 + u f <= 15u tanh**2 + (4u |y| + u_exp + u) f
+
+    The term u tanh**2 is the rounding of the square, and u f that of the difference. The last
+    bracket is within the relative error above, whose other 13u cover products of errors, and the
+    product by c and the division by it in automatic differentiation. So does the error of a tanh
+    below 0.47, 9.5u, in excess of 7u: 5u tanh**2 <= 1.4u f. A library's tanh, to 2 ulps, errs by
+    at most 4u::
+
+        f: 15u tanh**2 more, at the largest |x / c| that X allows
+
     Args:
         x: Scaled scores, any shape.
         error: Error of their dots, times the scale.
         softcap: c, > 0.
         c: The constants of the bound.
+        slope_from: ``Numerics.softcap_slope``.
     """
     s = capped(x, softcap)
     of_x = error + 3 * c.u * x.abs()
@@ -55,4 +73,7 @@ def cap_error(x: torch.Tensor, error: torch.Tensor, softcap: float, c: Constants
     s_error = moved + (12 * c.u + c.u_exp) * (s.abs() + moved) + 2 * softcap * c.ftz
     of_slope = (of_x * (2 / softcap)).clamp_(max=1.0)
     of_slope += 14 * c.u + c.u_exp + 4 * c.u * (x.abs() / softcap).clamp_(max=_FLAT)
-    return Cap(s, s_error, slope(x, softcap), steepest * of_slope + 4 * c.ftz)
+    slope_error = steepest * of_slope + 4 * c.ftz
+    if slope_from == "difference":
+        slope_error += 15 * c.u * ((x.abs() + of_x) / softcap).tanh_().square_()
+    return Cap(s, s_error, slope(x, softcap), slope_error)

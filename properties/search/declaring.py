@@ -18,13 +18,15 @@ __all__ = ["declarations_that_fit"]
 _NUMERICS: tuple[dict[str, object], ...] = (
     {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
     {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
-    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"},
+    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"}, {"softcap_slope": "difference"},
 )  # fmt: skip
 _CONVENTIONS: tuple[dict[str, object], ...] = (
     {"lse_base": "2"}, {"empty_lse": 0}, {"empty_lse": "+inf"},
 )  # fmt: skip
 # The features that a declaration is about; the others are about every problem.
-_ABOUT = {"group_sum": {"grouped heads"}, "empty_lse": {"empty rows"}}
+_ABOUT = {
+    "group_sum": {"grouped heads"}, "empty_lse": {"empty rows"}, "softcap_slope": {"softcap"},
+}  # fmt: skip
 
 
 def declarations_that_fit(

@@ -65,6 +65,7 @@ def attention_kernel(
     rescale_threshold: float = _UNSET,
     flushes: bool = _UNSET,
     backward_reads: Sequence[str] = _UNSET,
+    softcap_slope: str = _UNSET,
     bitwise: Sequence[str] = _UNSET,
     same_bits: Sequence[str] = _UNSET,
     pooled: Callable[..., Any] | None = _UNSET,
@@ -155,6 +156,8 @@ def attention_kernel(
         backward_reads: Results of the forward that the backward reads as they were returned:
             "out", and "lse" or "m_and_l" (the maximum and the sum of a row); () for automatic
             differentiation. Gradients are judged given these results too.
+        softcap_slope: Whether the slope of a softcap is the "difference" 1 - tanh**2, or "exact",
+            to a few roundings of itself, where tanh is nearly 1.
         bitwise: Guarantees promised bitwise, from "G4", "G5", "G8", "G9", "G10". The others are
             compared within the bound.
         same_bits: Choices that change no bit of a result: "batch", the number and the lengths of
@@ -180,7 +183,7 @@ def attention_kernel(
         paths: Function from a problem to the names of the code paths that it takes, a tuple of
             short words, for the coverage of a whole run.
         configs: Name of a tile configuration to the declarations that it replaces: "dtypes",
-            "same_bits" or those from ``dots`` to ``backward_reads``. With several, the kernel takes
+            "same_bits" or those from ``dots`` to ``softcap_slope``. With several, the kernel takes
             ``config=``.
 
     Returns:

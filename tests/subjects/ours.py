@@ -190,6 +190,7 @@ def adapted(package: ModuleType):
     flash_attention.score_mods = ("softcap", "alibi", "bias", "sinks")
     flash_attention.l_order = "tile"
     flash_attention.backward_reads = ("out", "lse")
+    flash_attention.softcap_slope = "exact"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     flash_attention.same_bits = ("batch", "chunks", "heads", "varlen", "inference")
     configs = {name: declared(x) for name, x in package.CONFIGS.items()}

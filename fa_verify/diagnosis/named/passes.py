@@ -18,6 +18,7 @@ import torch
 
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
+from fa_verify.oracles.reference.softcap import capped, slope
 from fa_verify.properties.inputs.tensors import Inputs
 
 __all__ = ["PASSES", "Case", "Computed", "Forward", "Pass", "computed", "forward_of"]
@@ -113,16 +114,16 @@ class Pass:
         """Return scores (B, H, M, N) with hidden ones replaced, and the softcap's derivative."""
         q, k = self.rounded("s", self.q, self.k)
         s = q @ k[:, self.head].mT * self.scale
-        slope: torch.Tensor | float = 1.0
+        by_dot: torch.Tensor | float = 1.0
         if self.softcap is not None:
-            tanh = torch.tanh(s / self.softcap)
-            s = self.softcap * tanh
-            slope = 1 - tanh * tanh if self.capped_slope else 1.0
+            # 1 - tanh**2 would cancel: a slope that cancels in a kernel is no fault of another.
+            by_dot = slope(s, self.softcap) if self.capped_slope else 1.0
+            s = capped(s, self.softcap)
         if self.slopes is not None:
             s = s - self.slopes * self.distance
         if self.bias is not None:
             s = s + self.bias
-        return torch.where(self.seen, s, self.hidden), slope
+        return torch.where(self.seen, s, self.hidden), by_dot
 
     def rounded(self, dot: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the operands of a dot, rounded if the pass rounds them."""
@@ -304,7 +305,7 @@ def _running(s: torch.Tensor, tile: int) -> torch.Tensor:
 
 def _backward(p: Pass, read: Forward, wanted: tuple[str, ...]) -> _Pairs:
     """Return the wanted gradients with their sums of |terms|."""
-    s, slope = p.scores()
+    s, by_dot = p.scores()
     N, scale = p.case.problem.N, p.case.problem.scale
     lse, pivot, total = read.lse, read.pivot, read.total
     if p.lse_factor != 1.0:
@@ -339,7 +340,7 @@ def _backward(p: Pass, read: Forward, wanted: tuple[str, ...]) -> _Pairs:
     elif p.delta == "none":
         delta = torch.zeros_like(delta)
     dlse = p.dlse.unsqueeze(3) * p.dlse_factor
-    dS = P * (dP - delta + dlse) * slope
+    dS = P * (dP - delta + dlse) * by_dot
     dS_terms = P * (dP_terms + delta_terms + dlse.abs())
     if p.hides_gradients:
         dS, dS_terms = (torch.where(p.seen, x, 0.0) for x in (dS, dS_terms))

@@ -120,7 +120,7 @@ def _dot_error(head: Head, sm_scale: float, numerics: Numerics, units: Units) ->
 
 
 def _capped_error(
-    head: Head, dot_error_mn: FloatArray, softcap: float, units: Units
+    head: Head, dot_error_mn: FloatArray, softcap: float, numerics: Numerics, units: Units
 ) -> tuple[FloatArray, FloatArray]:
     """Returns the errors of softcap * tanh(x / softcap) and of its derivative by x.
 
@@ -128,6 +128,10 @@ def _capped_error(
     relative error of tanh is at most 9u + u_exp. The relative error of its derivative is 14u +
     u_exp, and two roundings of the exponent -2 |x / softcap|. Both are 0 or 1 beyond an exponent of
     800.
+
+    A derivative 1 - tanh^2 has twice the error of tanh and the rounding of its square, all in units
+    of tanh^2. The error of the exponential in tanh is a share of 1 - tanh^2, which the relative
+    error covers. Seven roundings remain: two sums, a reciprocal of 2 ulps, and a product.
     """
     u, size_mn = units.u, np.abs(head.scaled_mn)
     input_error_mn = dot_error_mn + 3 * u * size_mn
@@ -140,7 +144,12 @@ def _capped_error(
     exponent_mn = np.minimum(2 * size_mn / softcap, 800.0)
     relative_mn = np.minimum(1.0, 2 * input_error_mn / softcap)
     relative_mn = relative_mn + 14 * u + units.u_exp + 2 * u * exponent_mn
-    return score_error_mn, steepest_mn * relative_mn + 4 * units.flush
+    slope_error_mn = steepest_mn * relative_mn + 4 * units.flush
+    if numerics.softcap_slope != "exact":
+        roundings_of_tanh, rounding_of_square = 7, 1
+        most_mn = np.tanh((size_mn + input_error_mn) / softcap) ** 2
+        slope_error_mn += (2 * roundings_of_tanh + rounding_of_square) * u * most_mn
+    return score_error_mn, slope_error_mn
 
 
 def _sum_error(head: Head, units: Units) -> FloatArray:
@@ -164,7 +173,7 @@ def logit_error(
     """Returns the error of a score's dot, softcap and added terms, on all pairs."""
     error_mn = _dot_error(head, sm_scale, numerics, units)
     if softcap is not None:
-        error_mn, _ = _capped_error(head, error_mn, softcap, units)
+        error_mn, _ = _capped_error(head, error_mn, softcap, numerics, units)
     if head.added_mn:
         error_mn = error_mn + _sum_error(head, units)
     return error_mn
@@ -433,7 +442,7 @@ def backward_bound(
     dscaled_mn = head.dscores_mn * head.slope_mn
     if softcap is not None:
         dot_error_mn = _dot_error(head, t, numerics, units)
-        slope_error_mn = _capped_error(head, dot_error_mn, softcap, units)[1]
+        slope_error_mn = _capped_error(head, dot_error_mn, softcap, numerics, units)[1]
         largest_mn = (np.abs(head.dscores_mn) + e_mn) * (head.slope_mn + slope_error_mn)
         e_mn = e_mn * (head.slope_mn + slope_error_mn) + np.abs(head.dscores_mn) * slope_error_mn
         e_mn = np.where(seen_mn, e_mn + u * largest_mn + units.flush, 0.0)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from fa_verify.oracles.reference.softcap import capped
 from fa_verify.probing import numerics
 from fa_verify.probing.answers import Answer
 from fa_verify.probing.experiments import Experiment, observe
@@ -178,3 +179,23 @@ def test_emulated_kernels_are_compared_in_the_interpreter_alone(interpreted, mon
     specs = recovery.others().values()
     assert "fa_verify.subjects.sdpa:math" in specs
     assert ("fa_verify.subjects.emulated:order_0" in specs) == interpreted
+
+
+@pytest.mark.parametrize("form", ["exact", "difference"])
+def test_the_slope_of_a_softcap_is_told_from_a_difference_that_cancels(form):
+    @attention_kernel(score_mods=("softcap",), softcap_slope="exact")
+    def attention(q, k, v, *, mask, sm_scale, softcap=None):
+        if q.dtype != torch.float32 or q.shape[1] != k.shape[1]:
+            raise NotImplementedError("other dtypes, or grouped heads")
+        s = q @ k.mT * sm_scale
+        if softcap is not None:
+            s = capped(s, softcap) if form == "exact" else softcap * torch.tanh(s / softcap)
+        return torch.softmax(s, 3) @ v
+
+    subject = Subject.of(attention, "kernel")
+    probed = probe(subject, topics=("numerics",))
+    assert probed["softcap_slope"].value == form
+    wrong = [x for x in refuted(subject, probed) if "softcap_slope" in x]
+    assert len(wrong) == (form == "difference")
+    # The checks assume no declaration that narrows a bound.
+    assert "softcap_slope" not in probed.assumed()

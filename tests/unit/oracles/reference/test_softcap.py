@@ -27,7 +27,9 @@ from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
+from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
@@ -40,6 +42,9 @@ ASKED = Problem(
 )  # fmt: skip
 # Errors of the subject below follow the predicted variances.
 MEASURED = Problem(H=2, M=40, N=40, D=16, dtype="bf16", softcap=5.0)
+# Scores far above the cap: the slope is a small difference, and an exact one smaller than it errs.
+SATURATED = Problem(N=32, dtype="fp32", inputs="times40", softcap=5.0)
+EXACT, DIFFERENCE = (Numerics(softcap_slope=x) for x in ("exact", "difference"))
 # Values of x / c: near 0, on both sides of the change of formulas, and where tanh is 1.
 RATIOS = [0.0, 1e-300, 1e-9, 0.3, 0.4999, 0.5001, 1.0, 3.0, 19.0, 40.0, 300.0, 1e5]
 
@@ -52,6 +57,45 @@ class Rounding(Eager):
     def __call__(self, q, k, v, **arguments):
         out, lse = super().__call__(q.double(), k.double(), v.double(), **arguments)
         return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+
+
+class Automatic(Rounding):
+    """As ``Rounding``, in float32 for inputs of 32 and 16 bits."""
+
+    def __call__(self, q, k, v, **arguments):
+        in_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out, lse = Eager.__call__(self, *(x.to(in_dtype) for x in (q, k, v)), **arguments)
+        return out.to(q.dtype), lse
+
+
+class _Sloping(torch.autograd.Function):
+    """c tanh(x / c) with another slope."""
+
+    @staticmethod
+    def forward(ctx, x, softcap, slope_of):
+        ctx.save_for_backward(slope_of(x, softcap))
+        return softcap * torch.tanh(x / softcap)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+# Slopes that kernels have by mistake.
+WRONG_SLOPES = {
+    "1": lambda x, c: torch.ones_like(x),
+    "1 - |tanh|": lambda x, c: 1 - (x / c).tanh().abs(),
+    "1 - tanh(x)**2": lambda x, c: 1 - x.tanh() ** 2,
+    "1 - s**2": lambda x, c: 1 - (c * (x / c).tanh()) ** 2,
+    "1 / c of it": lambda x, c: (1 - (x / c).tanh() ** 2) / c,
+    "tanh in bf16": lambda x, c: 1 - (x / c).tanh().bfloat16().to(x.dtype) ** 2,
+    "tanh in TF32": lambda x, c: 1 - (x / c).tanh().mul(2**13).float().round().div(2**13) ** 2,
+}
+
+
+class WrongSlope(Automatic):
+    def capped(self, scores, softcap):
+        return _Sloping.apply(scores, softcap, WRONG_SLOPES[self.fault])
 
 
 def found(subject, problem, claim):
@@ -76,14 +120,16 @@ def test_the_oracle_has_every_digit_of_scores_and_slopes(softcap):
                 assert abs(got - want_slope) <= want_slope * 2.0**-50 * (1 + abs(y)) + 2.0**-1021
 
 
+@pytest.mark.parametrize("softcap_slope", ["exact", "difference"])
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_references_and_bounds_agree(dtype, case):
+def test_references_and_bounds_agree(dtype, case, softcap_slope):
     inputs, call, block_n = a_problem(f"{dtype}/softcap/{case}")
     call["softcap"] = (0.1, 2.0, 1e4)[case]
     got = torch_reference.attention(*inputs, **call, rows=20)
     want = numpy_reference.attention(*as_arrays(inputs), **call)
-    call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n, prescales="q")}
+    numerics = Numerics(block_n=block_n, prescales="q", softcap_slope=softcap_slope)
+    call |= {"in_dtype": dtype, "numerics": numerics}
     judged = error_model.judge(*inputs, **call, rows=32)
     assert_within(got, want, Outputs(*(1e-12 * x for x in judged.terms)))
     want_bound = numpy_check.bound(*as_arrays(inputs), **call)
@@ -115,15 +161,17 @@ def test_bounds_agree_where_only_what_is_flushed_errs(dtype):
     assert_within(judged.bound, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
 
 
-def test_terms_of_dq_have_the_slope():
+@pytest.mark.parametrize("numerics", [EXACT, DIFFERENCE], ids=["exact", "difference"])
+def test_terms_of_dq_have_those_of_the_slope(numerics):
     q, k, v, dout, *_ = make(dataclasses.replace(MEASURED, dtype="fp64", H=1))
     call = {"mask": Mask(), "sm_scale": 0.25, "softcap": 0.5}
     x = q @ k.mT * 0.25
     p = capped(x, 0.5).softmax(-1)
     out = p @ v
     of_delta = (dout.abs() * out.abs()).sum(-1, keepdim=True)
-    of_ds = p * (dout.abs() @ v.abs().mT + of_delta) * slope(x, 0.5)
-    judged = error_model.judge(q, k, v, dout, **call, in_dtype="fp64", numerics=Numerics())
+    of_slope = slope(x, 0.5) if numerics == EXACT else 1 + (x / 0.5).tanh() ** 2
+    of_ds = p * (dout.abs() @ v.abs().mT + of_delta) * of_slope
+    judged = error_model.judge(q, k, v, dout, **call, in_dtype="fp64", numerics=numerics)
     torch.testing.assert_close(judged.terms.dq, 0.25 * of_ds @ k.abs(), rtol=1e-12, atol=0)
 
 
@@ -175,14 +223,65 @@ def test_the_kernels_tanh_is_as_close_as_the_bound_takes_it_to_be(dtype, device)
 def test_what_is_allowed_of_a_score_is_contracted_by_its_slope():
     c = constants("fp16", Numerics())
     x = torch.tensor([0.0, 1.0, 5.0, 500.0], dtype=torch.float64)
-    cap = cap_error(x, torch.full_like(x, 1e-3), 1.0, c)
+    cap = cap_error(x, torch.full_like(x, 1e-3), 1.0, c, "exact")
     contracted = 1e-3 * slope((x - 1e-3).clamp(min=0), 1.0)
     roundings = 16 * c.u * (cap.s.abs() + cap.s_error)
     assert ((cap.s_error - contracted).abs() <= 1e-3 * contracted + roundings).all()
     # Near the steep part, where the kernel may be on either side, any slope is allowed.
-    wide = cap_error(x, torch.full_like(x, 1e3), 1.0, c)
+    wide = cap_error(x, torch.full_like(x, 1e3), 1.0, c, "exact")
     assert ((wide.slope_error >= 1 - wide.slope) & (wide.slope_error < 1.1)).all()
     assert cap.slope_error[-1] == 4 * c.ftz
+
+
+def _by_exp(y: torch.Tensor) -> torch.Tensor:
+    """(1 - e) / (1 + e), with a reciprocal that errs by two units in the last place."""
+    e = torch.exp(-2 * y.abs())
+    above = torch.full_like(y, 2.0)
+    inverse = (1 / (1 + e)).nextafter(above).nextafter(above)
+    return torch.where(y < 0, e - 1, 1 - e) * inverse
+
+
+@pytest.mark.parametrize(("tanh", "least"), [(torch.tanh, 1), (_by_exp, 9)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_slope_that_is_a_difference_errs_by_the_error_of_tanh(dtype, tanh, least):
+    c, x = constants(dtype, Numerics()), _swept(DTYPES[dtype])
+    # 1 - e cancels in a small tanh; the kernels take a continued fraction there.
+    x = x[x.abs() >= 0.5]
+    got = 1 - tanh(x).square()
+    with mpmath.workdps(40):
+        wants = [mpmath.sech(mpmath.mpf(y)) ** 2 for y in x.tolist()]
+        pairs = zip(got.tolist(), wants, strict=True)
+        errors = torch.tensor([float(abs(y - want)) for y, want in pairs], dtype=torch.float64)
+    bounds = {
+        form: cap_error(x.double(), 0 * x.double(), 1.0, c, form).slope_error
+        for form in ("exact", "difference")
+    }
+    assert (errors <= bounds["difference"]).all()
+    assert (errors > bounds["exact"]).any()
+    # The bound is 15u.
+    assert errors.amax() >= least * c.u
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+def test_automatic_differentiation_of_a_softcap_holds_unless_its_slope_is_declared_exact(dtype):
+    problem = dataclasses.replace(SATURATED, dtype=dtype)
+    checks = [claims.accuracy, *([claims.logic] if dtype == "fp64" else [])]
+    subject = Subject.of(Automatic(), "automatic")
+    exact = dataclasses.replace(subject, numerics=EXACT)
+    for check in checks:
+        assert Runner(subject, Tally()).findings(problem, check) == []
+        findings = Runner(exact, Tally()).findings(problem, check)
+        assert {"dk"} <= {x.output for x in findings} <= {"dq", "dk"}
+    features = [Feature("softcap")]
+    offered = declarations_that_fit(Runner(exact, Tally()), claims.accuracy, [problem], features)
+    assert offered == ('softcap_slope="difference"',)
+
+
+@pytest.mark.parametrize("wrong", WRONG_SLOPES)
+def test_a_wrong_slope_is_found_where_it_may_be_a_difference(wrong):
+    problem = dataclasses.replace(SATURATED, dtype="fp32", inputs="normal", M=32, softcap=0.7)
+    findings = found(WrongSlope(wrong), problem, claims.accuracy)
+    assert [x.output for x in findings] == ["dq", "dk"]
 
 
 @pytest.mark.parametrize("name", checks_of("call", "statistics", "closed forms"))

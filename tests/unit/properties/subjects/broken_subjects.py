@@ -54,9 +54,7 @@ class Eager:
         k, v = (x.repeat_interleave(H // Hk, 1) for x in (k, v))
         scores = q @ k.mT * sm_scale
         if softcap is not None:
-            capped = softcap * torch.tanh(scores / softcap)
-            is_flat = self.fault == "no slope of a softcap"
-            scores = scores + (capped - scores).detach() if is_flat else capped
+            scores = self.capped(scores, softcap)
         if alibi_slopes is not None:
             scores = scores + self.alibi(alibi_slopes, mask, B, M, N)
         if bias is not None:
@@ -81,6 +79,12 @@ class Eager:
         if not self.lse_grad:
             lse = lse.detach()
         return self.spoil(out, lse, live, N, config)
+
+    def capped(self, scores, softcap):
+        """c tanh(x / c), whose slope is 1 - tanh**2 by autograd."""
+        capped = softcap * torch.tanh(scores / softcap)
+        is_flat = self.fault == "no slope of a softcap"
+        return scores + (capped - scores).detach() if is_flat else capped
 
     def alibi(self, slopes, mask, B, M, N):
         """(B, H, M, N): slopes times distances."""

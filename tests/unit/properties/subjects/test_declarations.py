@@ -56,6 +56,7 @@ VALID = {
     "bitwise": [(), ("G4", "G5", "G8", "G9", "G10")],
     "same_bits": [(), ("batch",), ["chunks", "heads", "varlen", "inference"]],
     "atomic": [(), ("dq",), ["dq"]],
+    "softcap_slope": ["difference", "exact"],
     "backward_reads": [(), ("out",), ["out", "lse"], {"m_and_l", "out"}],
     "configs": [
         {"default": {}},
@@ -157,6 +158,7 @@ WRONG = [
     ),
     ("same_bits", "batch", "is 'batch'; needs a tuple of words out of ('batch', 'chunks', "),
     ("atomic", ("dk",), "has ['dk']; known are ('dq',)"),
+    ("softcap_slope", True, "is True; needs one of ('difference', 'exact')"),
     ("backward_reads", ("l",), "has ['l']; known are ('out', 'lse', 'm_and_l')"),
     ("backward_reads", ("lse", "m_and_l"), "is ('lse', 'm_and_l'); needs one of ((), ('out',), "),
     ("score_mods", ("tanh",), "has ['tanh']; known are ('softcap', 'alibi', 'bias', 'sinks')"),

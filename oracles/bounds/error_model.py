@@ -250,10 +250,13 @@ def finish_keys(
 
 
 def _row_peaks(
-    x: Chunk, fwd: Forward, bwd: Backward, dq_reach: torch.Tensor, rows: _Rows
+    x: Chunk, fwd: Forward, bwd: Backward, dq_reach: torch.Tensor, rows: _Rows, factor: float
 ) -> torch.Tensor:
-    """Returns the largest |s| of a chunk, and those of the range conditions and of lse's bound."""
-    scores = fwd.scores
+    """Returns the largest |s| of a chunk, and those of the range conditions and of lse's bound.
+
+    ``factor`` is that of dS before it is multiplied by the slope of a softcap.
+    """
+    scores, capped = fwd.scores, bwd.grads.capped
     unnormalised = fwd.out_terms * (scores.log_l + scores.lag).exp().unsqueeze(2)
     largest = scores.parts
     if x.sink is not None and scores.sink is not None:
@@ -262,10 +265,11 @@ def _row_peaks(
     peaks = (
         largest,
         scores.reach,
-        bwd.grads.capped.dp_reach,
+        capped.dp_reach,
         dq_reach,
         unnormalised,
         bwd.grads.reach,
+        factor * (capped.ds.abs() + capped.error),
         fwd.out.abs() + rows.bound_out,
         bwd.dq.abs() + rows.bound_dq,
         scores.lse.abs(),
@@ -283,13 +287,15 @@ def _judge_chunk(
     bwd = backward_error(x, read, sm_scale=t, c=c, numerics=numerics)
     terms = terms_of(x, read, bwd.grads, t, numerics.softcap_slope)
     rows = _finish_rows(x, fwd, bwd, terms.dq, c)
-    peaks = _row_peaks(x, fwd, bwd, terms.dq_reach, rows)
+    # Automatic differentiation multiplies dS by the softcap before it divides by it.
+    factor = softcap if softcap is not None and numerics.softcap_slope == "difference" else 0.0
+    peaks = _row_peaks(x, fwd, bwd, terms.dq_reach, rows, factor)
     return _Part(rows, bwd.keys, (terms.dk, terms.dv, terms.dk_reach), peaks)
 
 
 def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | None:
     """Returns a sentence on the first range condition that fails, or None."""
-    reach, dp, dq, values, ds, out, dq_stored, lse = peaks
+    reach, dp, dq, values, ds, softcapped, out, dq_stored, lse = peaks
     dk, dk_stored, dv_stored = key_peaks
     for name, value, limit in (
         ("|q|.|k|", reach, c.max_acc),
@@ -298,6 +304,7 @@ def _range(peaks: list[float], key_peaks: list[float], c: Constants) -> str | No
         ("sum_i |dS||Q|", dk, c.max_acc),
         ("the sum of unnormalised P|v|", values, c.max_acc),
         ("|dS| + its error", ds, c.max_p),
+        ("the softcap times |dS| + its error", softcapped, c.max_acc),
         ("|out| + bound", out, c.max_in),
         ("|dq| + bound", dq_stored, c.max_in),
         ("|dk| + bound", dk_stored, c.max_in),

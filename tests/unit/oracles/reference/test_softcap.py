@@ -277,6 +277,15 @@ def test_automatic_differentiation_of_a_softcap_holds_unless_its_slope_is_declar
     assert offered == ('softcap_slope="difference"',)
 
 
+def test_dS_times_a_softcap_has_to_be_finite_in_automatic_differentiation():
+    problem = Problem(M=8, N=19, inputs="near_max", dout="one_hot", seed=3887, softcap=1e6)
+    subject = Subject.of(Automatic(), "automatic")
+    exact = dataclasses.replace(subject, numerics=EXACT)
+    assert run_trial(subject, problem) is None
+    assert not run_trial(exact, problem).got.dq.isfinite().all()
+    assert run_trial(subject, dataclasses.replace(problem, softcap=1.0)) is not None
+
+
 @pytest.mark.parametrize("wrong", WRONG_SLOPES)
 def test_a_wrong_slope_is_found_where_it_may_be_a_difference(wrong):
     problem = dataclasses.replace(SATURATED, dtype="fp32", inputs="normal", M=32, softcap=0.7)

@@ -170,10 +170,14 @@ def add_block_pointers(interpreter: Any, set_attr: Callable[[Any, str, object], 
     def advance(base: Any, offsets: Any) -> Any:
         return base.advance(offsets)
 
+    replacements: dict[str, Callable[..., Any]] = {
+        "make_block_ptr": make,
+        "advance": advance,
+        "load": load,
+        "store": store,
+    }
     for owner in (tl, tl.core):
-        for name, function in (("make_block_ptr", make), ("advance", advance)):
-            set_attr(owner, name, function)
-        for name, function in (("load", load), ("store", store)):
+        for name, function in replacements.items():
             set_attr(owner, name, function)
 
 

@@ -157,7 +157,7 @@ def _cos_pi(x: Array) -> Array:
 def _norm(*args: Array) -> Array:
     largest = np.maximum.reduce([np.abs(x) for x in args])
     scale = np.where(np.isfinite(largest) & (largest > 0), largest, 1.0)
-    return scale * np.sqrt(np.add.reduce([(x / scale) ** 2 for x in args]))
+    return np.asarray(scale * np.sqrt(np.add.reduce([(x / scale) ** 2 for x in args])))
 
 
 def _to_integer(kind: str, mode: str) -> Function:

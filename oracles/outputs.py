@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -53,9 +54,11 @@ class Numerics:
         splits: The most programs that a row's key tiles are divided among. Each visits consecutive
             tiles with its own maximum, and combining their sums takes one more rescale. 1 means no
             splits.
-        atomic: The outputs, ("dq",) or (), that are summed in memory by atomics: one addition per
-            key tile, in no fixed order. Subnormal float32 operands and sums count as 0, as in
-            ``red.global.add.f32`` of NVIDIA GPUs.
+        atomic: The outputs out of "dq", "dk" and "dv" that are summed in memory by atomics: one
+            addition per tile of keys (dq) or rows, in no fixed order. Subnormal float32 operands
+            and sums count as 0, as in ``red.global.add.f32`` of NVIDIA GPUs.
+        partial_sums: Atomics add in "fp32", or each tile's sum is rounded to the "input" dtype and
+            added in it.
         rescale_threshold: The rise of a row's maximum, in powers of 2 and at most 15, up to which
             sums stay relative to the earlier maximum. 0 rescales at every rise.
         flushes: Elementwise float32 operands and results below 2**-126 count as 0, as in code
@@ -89,10 +92,16 @@ class Numerics:
     group_sum: str = "fp32"
     splits: int = 1
     atomic: tuple[str, ...] = ()
+    partial_sums: str = "fp32"
     rescale_threshold: float = 0.0
     flushes: bool = False
     backward_reads: tuple[str, ...] = ()
     softcap_slope: str = "difference"
+
+    @property
+    def rounded_sums(self) -> tuple[str, ...]:
+        """The outputs whose partial sums are rounded to the dtype of the inputs."""
+        return self.atomic if self.partial_sums == "input" else ()
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -121,7 +130,8 @@ _CHOICES = {
     "ds_from": ("unrounded", "rounded"),
     "l_from": ("unrounded", "rounded"),
     "group_sum": ("fp32", "dtype"),
-    "atomic": ((), ("dq",)),
+    "atomic": tuple(x for n in range(4) for x in itertools.combinations(("dq", "dk", "dv"), n)),
+    "partial_sums": ("fp32", "input"),
     "backward_reads": (
         (),
         ("out",),

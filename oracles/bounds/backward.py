@@ -126,6 +126,8 @@ class Backward(NamedTuple):
 
     dq: torch.Tensor  # (Z, R, D)
     dq_bound: torch.Tensor
+    dq_products: torch.Tensor  # t (|dS| + e)|K|
+    tiles: torch.Tensor  # T, (Z, R)
     keys: KeySums
     grads: _ScoreGrads
 
@@ -283,9 +285,9 @@ def backward_error(
 
     A subnormal operand of a dot adds eta_x. A kernel that flushes loses FTZ with each
     sum, product and operand of a product of delta, and with dP - D. It loses as much with dS times
-    a scale and with each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of dq. The
-    caller adds the g terms and flushed sums of dk and dv, which depend on the number of rows that
-    see a key.
+    a scale and with each tile added to dq, dk or dv. Atomics lose 2 FTZ with each tile of a sum.
+    For dk and dv, the caller adds the g terms and what flushes and atomics lose, which depend on
+    the number of rows that see a key.
 
     With ``in_dtype``, casts to 16 bits and to TF32 are replayed: dS and P are the middle of what
     dS - e and dS + e are rounded to, and W is half the distance. A cast dS or P that may be
@@ -319,7 +321,7 @@ def backward_error(
     dq, dq_errors, dq_size = ds @ x.k, ds_errors @ x.abs_k, grads.reach @ x.abs_k
     dq_added = per_product.unsqueeze(2) * dq_size
     in_order = in_dtype is not None and not x.any_order and numerics.block_n <= SEGMENT
-    if in_order and not numerics.atomic:
+    if in_order and "dq" not in numerics.atomic:
         lost_in_order = lost_of_running(
             dq, running_sums(ds, x.k, numerics.block_n, zeros=x.around[1]), dq_errors, dq_size,
             count=additions(ds.shape[2] + sum(x.around), numerics.block_n),
@@ -348,14 +350,20 @@ def backward_error(
     # A group's heads may be summed in any order.
     if in_order and x.one_head:
         dk_running, dv_running = (
-            running_sums(weights.mT, y, QUERY_TILE, None if earlier is None else earlier[:, x.keys])
-            for weights, y, earlier in (
-                (ds, x.q * sm_scale, before and before.dk), (p, x.dout, before and before.dv),
+            None if name in numerics.atomic
+            else running_sums(
+                weights.mT, y, QUERY_TILE, None if earlier is None else earlier[:, x.keys]
+            )
+            for name, weights, y, earlier in (
+                ("dk", ds, x.q * sm_scale, before and before.dk),
+                ("dv", p, x.dout, before and before.dv),
             )
         )  # fmt: skip
     return Backward(
         dq=dq.mul_(sm_scale),
         dq_bound=dq_bound,
+        dq_products=dq_size * sm_scale,
+        tiles=tiles,
         keys=KeySums(
             dk=(ds.mT @ x.q).mul_(sm_scale),
             dk_errors=dk_errors,

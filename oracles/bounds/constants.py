@@ -115,6 +115,27 @@ class Constants:
         error = n * (self.h * self.u)
         return error / (1 - error)
 
+    def in_memory(
+        self, bound: torch.Tensor, size: torch.Tensor, tiles: torch.Tensor, u: float
+    ) -> torch.Tensor:
+        """The error of a sum of tiles that are rounded to the dtype and added in it, in any order.
+
+        Each tile passes through its own rounding and all T - 1 additions but the first, as the
+        first is one to 0::
+
+            B + r (S + B) + (1 + r) T (eta_in + 2 FTZ),  1 + r = exp(u) (1 + u_in)**T
+
+        Atomics flush a subnormal addend and a subnormal sum.
+
+        Args:
+            bound: B, the error of the sum without these roundings.
+            size: S, the sum of the largest |terms| of a correct kernel.
+            tiles: T, broadcasts to ``bound``.
+            u: Error of the operations on a tile before it is rounded.
+        """
+        r = (tiles * math.log1p(self.u_in) + u).expm1()
+        return bound + r * (size + bound) + (1 + r) * tiles * (self.eta_in + 2 * self.ftz)
+
     def short_dot(self, D: int) -> float:
         """Error of a dot of two inputs of length D, relative to A0: accumulation and operands."""
         accumulated = self.g(float(max(D, _SHORTEST_DOT)))

@@ -180,15 +180,19 @@ def _store(
 
 
 def finish_dq(
-    x: Chunk, bwd: Backward, c: Constants, stored: Format | None = None
+    x: Chunk, bwd: Backward, c: Constants, numerics: Numerics, stored: Format | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a chunk's dq and its bound, rounded to its dtype; empty rows are exact."""
-    dq, bound = _store(bwd.dq, bwd.dq_bound, 4 * c.u, c, stored)
+    if "dq" in numerics.rounded_sums:
+        tiles = bwd.tiles.unsqueeze(2)
+        dq, bound = bwd.dq, c.in_memory(bwd.dq_bound, bwd.dq_products, tiles, 4 * c.u)
+    else:
+        dq, bound = _store(bwd.dq, bwd.dq_bound, 4 * c.u, c, stored)
     return dq, (c.times * bound).masked_fill_(x.empty.unsqueeze(2), 0.0)
 
 
 def _finish_rows(
-    x: Chunk, fwd: Forward, bwd: Backward, dq_terms: torch.Tensor, c: Constants
+    x: Chunk, fwd: Forward, bwd: Backward, dq_terms: torch.Tensor, c: Constants, numerics: Numerics
 ) -> _Rows:
     """Returns bounds and terms of a chunk's rows; empty rows are exact."""
     empty = x.empty.unsqueeze(2)
@@ -196,7 +200,7 @@ def _finish_rows(
     return _Rows(
         bound_out=(c.times * fwd.out_bound).masked_fill_(empty, 0.0),
         bound_lse=(c.times * fwd.lse_bound).masked_fill_(x.blank, 0.0),
-        bound_dq=finish_dq(x, bwd, c)[1],
+        bound_dq=finish_dq(x, bwd, c, numerics)[1],
         terms_out=fwd.out_terms,
         terms_lse=1 + scores.m.abs() + scores.log_l.abs(),
         terms_dq=dq_terms,
@@ -209,21 +213,24 @@ def _by_group(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def finish_keys(
-    sums: KeySums, sm_scale: float, c: Constants, apart: int, stored: Format | None = None
-) -> _Keys:
+    sums: KeySums, sm_scale: float, c: Constants, apart: int, numerics: Numerics,
+    stored: Format | None = None,
+) -> _Keys:  # fmt: skip
     """Returns dk and dv with their bounds.
 
     ``apart`` is 1 if one chain of additions runs through a group's heads. Otherwise it is the
     number of heads whose rounded gradients are added; Z then counts query heads. Each of the
     ``apart - 1`` additions rounds to the dtype, so each loses u_in of a partial sum, and eta_in if
-    it underflows. With ``stored`` the one rounding to the dtype is replayed.
+    it underflows. With ``stored`` the one rounding to the dtype is replayed. Sums of tiles in
+    memory have no rounding after their last addition.
     """
     per_product = (c.g(QUERY_TILE * sums.query_tiles + 2) * (1 + c.u_cast)).unsqueeze(2)
-    unseen = (sums.query_tiles == 0).unsqueeze(2)
+    tiles = sums.query_tiles.unsqueeze(2)
+    unseen = tiles == 0
     finished = []
-    for value, errors, products, running, u in (
-        (sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, 4 * c.u),
-        (sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, 0.0),
+    for name, value, errors, products, running, u, factor in (
+        ("dk", sums.dk, sums.dk_errors, sums.dk_products, sums.dk_running, 4 * c.u, sm_scale),
+        ("dv", sums.dv, sums.dv_errors, sums.dv_products, sums.dv_running, 0.0, 1.0),
     ):
         added = per_product * products
         if running is not None:
@@ -235,8 +242,13 @@ def finish_keys(
         once = None if apart > 1 else stored
         bound = errors + added
         if c.eta_op:
-            bound += c.eta_op * (max(1.0, sm_scale) * sums.query_tiles + 1).unsqueeze(2)
-        value, bound = _store(value, bound, u, c, once)
+            bound += c.eta_op * (max(1.0, sm_scale) * tiles + 1)
+        if name in numerics.rounded_sums:
+            bound = c.in_memory(bound, products, tiles, u)
+        else:
+            if name in numerics.atomic:
+                bound += 2 * c.ftz * max(1.0, factor) * tiles
+            value, bound = _store(value, bound, u, c, once)
         bound.masked_fill_(unseen, 0.0)
         if apart > 1:
             added = c.u_in * apart * _by_group(value.abs() + bound, apart).sum(1)
@@ -286,7 +298,7 @@ def _judge_chunk(
     read = read_of(fwd, c)
     bwd = backward_error(x, read, sm_scale=t, c=c, numerics=numerics)
     terms = terms_of(x, read, bwd.grads, t, numerics.softcap_slope)
-    rows = _finish_rows(x, fwd, bwd, terms.dq, c)
+    rows = _finish_rows(x, fwd, bwd, terms.dq, c, numerics)
     # Automatic differentiation multiplies dS by the softcap before it divides by it.
     factor = softcap if softcap is not None and numerics.softcap_slope == "difference" else 0.0
     peaks = _row_peaks(x, fwd, bwd, terms.dq_reach, rows, factor)
@@ -484,7 +496,7 @@ def judge(
         )
     assert sums is not None  # M > 0
     of_rows = _Rows(*(joined(pieces, 2) for pieces in zip(*parts, strict=True)))
-    dk, dv, *bounds = finish_keys(sums, sm_scale, c, apart)
+    dk, dv, *bounds = finish_keys(sums, sm_scale, c, apart, numerics)
     *terms, dk_reach = (x for x in of_terms if x is not None)
     of_keys = (dk_reach, dk.abs() + bounds[0], dv.abs() + bounds[1])
     # One transfer: a small problem spends most of its time on waiting for the GPU.

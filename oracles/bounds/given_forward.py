@@ -203,12 +203,12 @@ def given_forward(
         bwd = backward_error(
             x, read, sm_scale=sm_scale, c=c, numerics=numerics, in_dtype=in_dtype, before=sums
         )
-        dq, bound = (y.view(B, H, -1, y.shape[2]) for y in finish_dq(x, bwd, c, stored))
+        dq, bound = (y.view(B, H, -1, y.shape[2]) for y in finish_dq(x, bwd, c, numerics, stored))
         of_rows.append((dq, bound))
         sums = add_keys(sums, bwd.keys, x)
     assert sums is not None  # M > 0
     dq, dq_bound = (joined(parts, 2) for parts in zip(*of_rows, strict=True))
-    keys = finish_keys(sums, sm_scale, c, apart, stored)
+    keys = finish_keys(sums, sm_scale, c, apart, numerics, stored)
     dk, dv, dk_bound, dv_bound = (
         y.view(B, Hk, N, -1) for y in (keys.dk, keys.dv, keys.bound_dk, keys.bound_dv)
     )

@@ -68,7 +68,7 @@ def identities(trial: AttentionTrial) -> list[Finding]:
     # With a gradient of lse, the sum of dS over keys is not 0. With a sink, neither identity holds.
     if not trial.subject.backward or not is_valid(problem) or trial.inputs.dlse is not None:
         return []
-    if trial.inputs.sinks is not None:
+    if trial.inputs.sinks is not None or trial.subject.numerics_of(problem).rounded_sums:
         return []
     if 0 in (problem.B, problem.M, problem.N):
         return []

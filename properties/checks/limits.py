@@ -68,6 +68,7 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
         and numerics.prescales == "none"
         and numerics.ds_roundings == 1
         and numerics.ds_from == "unrounded"
+        and not numerics.rounded_sums
     )
 
 

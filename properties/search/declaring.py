@@ -19,6 +19,7 @@ _NUMERICS: tuple[dict[str, object], ...] = (
     {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
     {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
     {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"}, {"softcap_slope": "difference"},
+    {"atomic": ("dk", "dv"), "partial_sums": "input"},
 )  # fmt: skip
 _CONVENTIONS: tuple[dict[str, object], ...] = (
     {"lse_base": "2"}, {"empty_lse": 0}, {"empty_lse": "+inf"},
@@ -46,28 +47,30 @@ def declarations_that_fit(
     problems = tuple(problems)
     hard = {x.name for x in features if not is_soft(x)} - {"dtype"}
     return tuple(
-        f"{word}={_literal(value)}"
-        for word, value, subject in _declaring(runner.subject)
-        if hard == _ABOUT.get(word, set()) and _passes(subject, claim, problems)
+        ", ".join(f"{word}={_literal(value)}" for word, value in change.items())
+        for change, subject in _declaring(runner.subject)
+        if hard == _about(change) and _passes(subject, claim, problems)
     )
 
 
-def _declaring(subject: Subject) -> Iterator[tuple[str, object, Subject]]:
-    """Yield a declaration, its value, and the subject with it, for each that it lacks."""
+def _about(change: dict[str, object]) -> set[str]:
+    """Return the features that a declaration is about."""
+    return set().union(*(_ABOUT.get(word, set()) for word in change))
+
+
+def _declaring(subject: Subject) -> Iterator[tuple[dict[str, object], Subject]]:
+    """Yield declarations, and the subject with them, for each that it lacks."""
     for change in _NUMERICS:
-        ((word, value),) = change.items()
         numerics = dataclasses.replace(subject.numerics, **change)  # type: ignore[arg-type]
         if numerics != subject.numerics:
-            yield word, value, dataclasses.replace(subject, numerics=numerics)
+            yield change, dataclasses.replace(subject, numerics=numerics)
     for change in _CONVENTIONS:
-        ((word, value),) = change.items()
-        if getattr(subject, word) != value:
-            changed = dataclasses.replace(subject, **change)  # type: ignore[arg-type]
-            yield word, value, changed
+        if any(getattr(subject, word) != value for word, value in change.items()):
+            yield change, dataclasses.replace(subject, **change)  # type: ignore[arg-type]
 
 
 def _literal(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return f'"{value}"' if isinstance(value, str) else repr(value).replace("'", '"')
 
 
 def _passes(subject: Subject, claim: Check, problems: tuple[Call, ...]) -> bool:

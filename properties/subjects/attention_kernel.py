@@ -62,6 +62,7 @@ def attention_kernel(
     group_sum: str = _UNSET,
     splits: int = _UNSET,
     atomic: Sequence[str] = _UNSET,
+    partial_sums: str = _UNSET,
     rescale_threshold: float = _UNSET,
     flushes: bool = _UNSET,
     backward_reads: Sequence[str] = _UNSET,
@@ -149,7 +150,9 @@ def attention_kernel(
         group_sum: Whether dk and dv are summed over a group of heads in "fp32" or in their
             "dtype".
         splits: The largest number of programs that share the key tiles of a row.
-        atomic: Outputs that are summed in memory by atomics, ("dq",) or none.
+        atomic: Outputs that are summed in memory by atomics, from "dq", "dk", "dv".
+        partial_sums: Whether atomics add in "fp32", or round each tile's sum to the "input" dtype
+            and add in it.
         rescale_threshold: How far a row's maximum may rise, in powers of 2 and up to 15, before
             its sums are rescaled.
         flushes: Whether elementwise float32 numbers below 2**-126 are flushed to 0.

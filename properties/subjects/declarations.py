@@ -50,7 +50,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "devices": ("cpu", "cuda"),
     "bitwise": BITWISE,
     "same_bits": tuple(SAME_BITS),
-    "atomic": ("dq",),
+    "atomic": ("dq", "dk", "dv"),
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
     "cache": CACHES,

@@ -76,6 +76,8 @@ class HeadBound(NamedTuple):
     # dS and P as operands of their dots, if their casts were replayed
     ds_mn: FloatArray | None = None
     p_mn: FloatArray | None = None
+    # the largest sums of |terms| of dq, dk and dv
+    terms: tuple[FloatArray, ...] = ()
 
 
 class Replay(NamedTuple):
@@ -84,7 +86,7 @@ class Replay(NamedTuple):
     cast: str | None  # the format that P and dS are rounded to once, as in ``units.rounded``
     stored: str | None  # the dtype of the gradients, "fp16" or "bf16"
     keys_in_order: bool
-    rows_in_order: bool
+    rows_in_order: bool  # unless atomics add dk or dv
 
 
 _NO_REPLAY = Replay(None, None, False, False)
@@ -481,7 +483,7 @@ def backward_bound(
 
     # flushes of tile sums, before or after the factor t, which is one more product
     bound_dq_md += units.flush_op * (max(t, 1.0) * tiles_m[:, None] + 1)
-    if numerics.atomic:  # flushes of a subnormal addend and a subnormal sum
+    if "dq" in numerics.atomic:  # flushes of a subnormal addend and a subnormal sum
         bound_dq_md += 2 * units.flush * max(t, 1.0) * tiles_m[:, None]
 
     # 6: the gradient of the other operand reads the rounded prescaled operand again
@@ -491,7 +493,7 @@ def backward_bound(
     if numerics.prescales in ("k", "qk"):
         bound_dq_md += t * units.u_stored * (top_mn @ k_nd) + reused * top_mn.sum(1)[:, None]
     added_nd = sum_n * (1 + uc) * t * (top_mn.T @ q_md)
-    if replay.rows_in_order:
+    if replay.rows_in_order and "dk" not in numerics.atomic:
         args = t * ds_mn.T, head.q_md, bound_dk_nd, t * top_mn.T @ q_md, _ROW_TILE, units
         added_nd = np.minimum(added_nd, in_order_error(*args))
     bound_dk_nd = bound_dk_nd + added_nd
@@ -508,18 +510,34 @@ def backward_bound(
     lost = units.eta_x * (1 + units.u_dot)
     bound_dv_ne += lost * np.where(seen_mn, largest_mn, 0.0).sum(axis=0)[:, None]
     added_ne = sum_n * (1 + uc) * (largest_mn.T @ dout_me)
-    if replay.rows_in_order:
+    if replay.rows_in_order and "dv" not in numerics.atomic:
         args = p_mn.T, head.dout_me, bound_dv_ne, largest_mn.T @ dout_me, _ROW_TILE, units
         added_ne = np.minimum(added_ne, in_order_error(*args))
     bound_dv_ne = bound_dv_ne + added_ne
 
     nothing = np.zeros_like(head.out_me), np.zeros_like(head.lse_m)
-    return HeadBound(*nothing, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn, ds_mn, p_mn)
+    terms = t * (top_mn @ k_nd), t * (top_mn.T @ q_md), largest_mn.T @ dout_me
+    return HeadBound(
+        *nothing, bound_dq_md, bound_dk_nd, bound_dv_ne, dscores_error_mn, ds_mn, p_mn, terms
+    )
 
 
 def _stored(bound: FloatArray, value: FloatArray, u_result: float, eta: float) -> FloatArray:
     """Adds the rounding of a result to its bound: B + u(|x| + B) + eta."""
     return bound + u_result * (np.abs(value) + bound) + eta
+
+
+def _summed_in_dtype(
+    bound: FloatArray, terms: FloatArray, u_before: float, count: FloatArray, units: Units
+) -> FloatArray:
+    """Returns the error of ``count`` partial sums, each rounded to the dtype and added in it.
+
+    The first addition, to 0, is exact: a partial sum is rounded ``count`` times. Each loses
+    eta_stored to its rounding, and may be flushed, as may each result.
+    """
+    grown = np.expm1(u_before + count * np.log1p(units.u_stored))
+    lost = count * (units.eta_stored + 2 * units.flush)
+    return np.asarray(bound + grown * (terms + bound) + (1 + grown) * lost)
 
 
 def _stored_value(
@@ -539,19 +557,29 @@ def _group_sum(
     units: Units,
     flushed: FloatArray,
     stored: str | None,
+    in_dtype: tuple[list[FloatArray], FloatArray] | None,
 ) -> tuple[FloatArray, FloatArray]:
     """Returns a sum over a group's heads, in one fp32 chain or stored head by head, and its bound.
 
     ``flushed`` is the most that a chain of additions loses to flushes. ``u_result`` includes the
-    rounding to the dtype, which is replayed if ``stored`` names the dtype.
+    rounding to the dtype, which is replayed if ``stored`` names the dtype. ``in_dtype`` has the
+    sums of |terms| of each head, and the number of partial sums, if these are rounded.
     """
     eta, value = units.eta_stored, sum(values[1:], values[0])
+    u_before = u_result - units.u_stored
+    if not per_head and in_dtype is not None:
+        terms, count = in_dtype
+        size = sum(terms[1:], terms[0])
+        return value, _summed_in_dtype(sum(bounds, flushed), size, u_before, count, units)
     if not per_head:
         return _stored_value(sum(bounds, flushed), value, u_result, units, stored)
     total = np.zeros_like(bounds[0])
     largest = np.zeros_like(bounds[0])
-    for head_bound, of_head in zip(bounds, values, strict=True):
+    for i, (head_bound, of_head) in enumerate(zip(bounds, values, strict=True)):
         finished = _stored(head_bound + flushed, of_head, u_result, eta)
+        if in_dtype is not None:
+            terms, count = in_dtype
+            finished = _summed_in_dtype(head_bound + flushed, terms[i], u_before, count, units)
         total += finished
         largest += np.abs(of_head) + finished
     return value, total + len(bounds) * units.u_stored * largest + (len(bounds) - 1) * eta
@@ -578,7 +606,17 @@ def group_bound(
     chain_n = rows_n if per_head else len(heads) * rows_n
     bounds = [bound_of(i, chain_n) for i in range(len(heads))]
 
-    flushed = units.flush_op * (max(sm_scale, 1.0) * chain_n / _ROW_TILE + 1)[:, None]
+    tiles_n1 = (chain_n / _ROW_TILE)[:, None]
+    flushed = units.flush_op * (max(sm_scale, 1.0) * tiles_n1 + 1)
+    flushed_of = {"dk": flushed, "dv": flushed}
+    for name, factor in (("dk", max(sm_scale, 1.0)), ("dv", 1.0)):
+        if name in numerics.atomic and name not in numerics.rounded_sums:
+            flushed_of[name] = flushed + 2 * units.flush * factor * tiles_n1
+    in_dtype = {
+        name: ([x.terms[place] for x in bounds], tiles_n1)
+        for place, name in enumerate(("dq", "dk", "dv"))
+        if name in numerics.rounded_sums
+    }
     u_scaled = units.u_stored + 4 * units.u  # dq and dk are multiplied by t after the dot
     # gradients of operands whose casts were replayed
     dq_heads, dk_heads, dv_heads = [], [], []
@@ -588,16 +626,21 @@ def group_bound(
         dq_heads.append(sm_scale * (ds_mn @ head.k_nd))
         dk_heads.append(sm_scale * (ds_mn.T @ head.q_md))
         dv_heads.append(p_mn.T @ head.dout_me)
+    tiles_m1 = seen_tiles(seen_mn, numerics.block_n)[:, None]
     dq = [
-        _stored_value(x.dq_md, dq_md, u_scaled, units, stored)
+        (dq_md, _summed_in_dtype(x.dq_md, x.terms[0], 4 * units.u, tiles_m1, units))
+        if "dq" in in_dtype
+        else _stored_value(x.dq_md, dq_md, u_scaled, units, stored)
         for x, dq_md in zip(bounds, dq_heads, strict=True)
     ]
     dk_nd, bound_dk_nd = _group_sum(
-        [x.dk_nd for x in bounds], dk_heads, u_scaled, per_head, units, flushed, stored
-    )
+        [x.dk_nd for x in bounds], dk_heads, u_scaled, per_head, units, flushed_of["dk"], stored,
+        in_dtype.get("dk"),
+    )  # fmt: skip
     dv_ne, bound_dv_ne = _group_sum(
-        [x.dv_ne for x in bounds], dv_heads, units.u_stored, per_head, units, flushed, stored
-    )
+        [x.dv_ne for x in bounds], dv_heads, units.u_stored, per_head, units, flushed_of["dv"],
+        stored, in_dtype.get("dv"),
+    )  # fmt: skip
     out, lse = np.stack([x.out_me for x in bounds]), np.stack([x.lse_m for x in bounds])
     value = Outputs(out, lse, np.stack([x for x, _ in dq]), dk_nd, dv_ne)
     bound = Outputs(

@@ -173,7 +173,7 @@ def backward(
     replay = Replay(
         cast=cast if numerics.ds_roundings == 1 else None,
         stored=narrow,
-        keys_in_order=in_order and not numerics.atomic,
+        keys_in_order=in_order and "dq" not in numerics.atomic,
         rows_in_order=in_order and (q.shape[1] == k.shape[1] or numerics.group_sum == "dtype"),
     )
     value = Outputs(out, lse, np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape))

@@ -51,6 +51,14 @@ DECLARATIONS = {
     "split, and flushes": {"splits": 2, "flushes": True},
     "flushes": {"flushes": True},
     "atomic": {"atomic": ("dq",)},
+    "atomic dk": {"atomic": ("dk",)},
+    "partial sums": {"atomic": ("dk", "dv"), "partial_sums": "input"},
+    "all partial sums": {
+        "atomic": ("dq", "dk", "dv"),
+        "partial_sums": "input",
+        "group_sum": "dtype",
+        "flushes": True,
+    },
     "many": {
         "dots": "tf32",
         "tf32_conversion": "truncate",

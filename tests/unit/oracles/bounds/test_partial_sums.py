@@ -1,0 +1,128 @@
+"""Partial sums of dk and dv that are rounded to the input dtype and added in it by atomics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import claims
+from fa_verify.properties.checks.identities import identities
+from fa_verify.properties.checks.statistics import mean_squares
+from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.kinds.feature import Feature
+from fa_verify.properties.search.declaring import declarations_that_fit
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+
+PLAIN = Numerics(p_dtype="fp32", p_normalised=True, backward_reads=("out",))
+DECLARED = dataclasses.replace(PLAIN, atomic=("dk", "dv"), partial_sums="input")
+PROBLEM = Problem(H=4, Hk=2, M=256, N=40, D=24, dtype="bf16")
+
+
+class _InMemory(torch.autograd.Function):
+    """Attention in float32, with dk and dv summed by tiles of rows, in the order of a seed."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen, scale, tile):
+        q32, k32, v32 = (x.float() for x in (q, k, v))
+        G = q.shape[1] // k.shape[1]
+        s = q32 @ k32.repeat_interleave(G, 1).mT * scale
+        live = seen.any(3, keepdim=True)
+        s = s.masked_fill(~seen, -torch.inf).masked_fill(~live, 0.0)
+        p = s.softmax(3).masked_fill(~live, 0.0)
+        out = (p @ v32.repeat_interleave(G, 1)).to(q.dtype)
+        ctx.save_for_backward(q32, k32, v32, p, out)
+        ctx.how = scale, tile, live
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, p, out = ctx.saved_tensors
+        scale, tile, live = ctx.how
+        dtype, Hk, G = out.dtype, k.shape[1], q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+        q, dout = (torch.where(live, x.float(), 0.0) for x in (q, dout))
+        delta = (dout * out.float()).sum(3, keepdim=True)
+        ds = p * (dout @ v.mT - delta)
+        dk, dv = (torch.zeros_like(x[:, :Hk], dtype=dtype) for x in (k, v))
+        rng = torch.Generator().manual_seed(0)
+        starts = range(0, q.shape[2], tile)
+        # Heads of a group add to the same memory.
+        adding = [(h, start) for h in range(q.shape[1]) for start in starts]
+        for i in torch.randperm(len(adding), generator=rng).tolist():
+            h, start = adding[i]
+            rows = slice(start, start + tile)
+            of_dk = ds[:, h, rows].mT @ q[:, h, rows] * scale
+            of_dv = p[:, h, rows].mT @ dout[:, h, rows]
+            dk[:, h // G] += of_dk.to(dtype)
+            dv[:, h // G] += of_dv.to(dtype)
+        return (ds @ k * scale).to(dtype), dk, dv, None, None, None
+
+
+def attention(tile: int, numerics: Numerics = DECLARED) -> Subject:
+    def in_memory(q, k, v, *, mask, sm_scale):
+        seen = mask.dense(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        seen = seen.expand(*q.shape[:3], k.shape[2])
+        return _InMemory.apply(q, k, v, seen, sm_scale, tile)
+
+    return dataclasses.replace(Subject.of(in_memory, "in_memory"), numerics=numerics)
+
+
+def found(subject: Subject, problem: Problem) -> set[str]:
+    findings = Runner(subject, Tally()).findings(problem, claims.accuracy)
+    return {x.output for x in findings}
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("inputs", ["normal", "times8", "tiny"])
+def test_rounded_partial_sums_hold_if_they_are_declared(dtype, tile, inputs):
+    problem = dataclasses.replace(PROBLEM, dtype=dtype, inputs=inputs)
+    assert found(attention(tile), problem) == set()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    "numerics",
+    [PLAIN, dataclasses.replace(PLAIN, atomic=("dk", "dv"))],
+    ids=["undeclared", "fp32 atomics"],
+)
+def test_rounded_partial_sums_fail_if_they_are_not_declared(dtype, numerics):
+    problem = dataclasses.replace(PROBLEM, dtype=dtype)
+    assert found(attention(16, numerics), problem) == {"dk", "dv"}
+
+
+@pytest.mark.parametrize("output", ["dk", "dv"])
+def test_a_declaration_is_about_its_outputs_alone(output):
+    numerics = dataclasses.replace(DECLARED, atomic=(output,))
+    assert found(attention(16, numerics), PROBLEM) == {"dk", "dv"} - {output}
+
+
+def test_a_head_that_is_left_out_of_the_sums_is_found(monkeypatch):
+    backward = _InMemory.backward
+
+    def wrong(ctx, dout):
+        return backward(ctx, torch.cat([torch.zeros_like(dout[:, :1]), dout[:, 1:]], 1))
+
+    monkeypatch.setattr(_InMemory, "backward", staticmethod(wrong))
+    assert {"dk", "dv"} <= found(attention(16), PROBLEM)
+
+
+def test_statistics_do_not_judge_partial_sums():
+    trial = run_trial(attention(16), PROBLEM)
+    assert trial is not None
+    assert {*mean_squares(trial)} == {"out", "dq"}
+    assert identities(trial) == []
+
+
+def test_the_declarations_are_offered_together():
+    runner = Runner(attention(16, PLAIN), Tally())
+    for features in ([], [Feature("grouped heads")]):
+        offered = declarations_that_fit(runner, claims.accuracy, [PROBLEM], features)
+        both = 'atomic=("dk", "dv"), partial_sums="input"'
+        assert (both in offered) == (not features)

@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,15 +18,18 @@ from fa_verify.oracles.problem import DTYPES, LAYOUTS
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
 __all__ = [
+    "ASSUMED_CONVENTIONS",
     "BITWISE",
     "CACHES",
     "DEFAULT_SCALE",
+    "NARROWINGS",
     "NUMERICS",
     "SAME_BITS",
     "SCORE_MODS",
     "WORDS",
     "check_declarations",
     "declared_by",
+    "narrowings",
     "unknown_word",
     "without_none",
 ]
@@ -92,6 +95,90 @@ _NONE_IS_NOTHING = (
     "head_dims", "page_sizes", "max_seqlen", "layouts", "dirty", "returns_lse", "fixed_scale",
     *_FUNCTIONS,
 )  # fmt: skip
+
+
+def _without(known: tuple[str, ...]) -> Callable[[Sequence[str]], str]:
+    """Return a function that names what is missing, or what is left if that is shorter."""
+
+    def phrase(given: Sequence[str]) -> str:
+        missing = [x for x in known if x not in given]
+        if given and len(given) < len(missing):
+            return f"{' and '.join(given)} alone"
+        return f"no {' or '.join(missing)}" if missing else ""
+
+    return phrase
+
+
+def _masks(given: Sequence[str]) -> str:
+    """Name the kinds of masks that are missing."""
+    missing = [x for x in _SUBSETS["masks"] if x not in given]
+    if not missing or not given:
+        return "no mask" if missing else ""
+    return f"no {' or '.join(missing)} masks"
+
+
+def _sizes_of(name: str) -> Callable[[Sequence[int] | None], str]:
+    """Return a function that names the sizes that are left."""
+    return lambda sizes: f"{name} of {', '.join(map(str, sizes))}" if sizes else ""
+
+
+def _only(phrase: str) -> Callable[[bool], str]:
+    """Return a function that says a phrase if True is declared."""
+    return lambda given: phrase if given else ""
+
+
+def _no(phrase: str) -> Callable[[bool], str]:
+    """Return a function that says a phrase if False is declared."""
+    return lambda given: "" if given else phrase
+
+
+# Declarations that leave problems or outputs out, and how a value says which are left. What holds
+# under one that nobody has declared is not what the kernel was asked for.
+NARROWINGS: Mapping[str, Callable[[Any], str]] = {
+    "always_causal": _only("always causal"),
+    "dtypes": _without(DTYPES),
+    "head_dims": _sizes_of("D"),
+    "seqlen_multiple": lambda n: f"M and N in multiples of {n}" if n > 1 else "",
+    "max_seqlen": lambda n: f"M and N up to {n:,}" if n else "",
+    "one_query": _only("M = 1"),
+    "m_ne_n": _no("M = N"),
+    "m_gt_n": _no("M <= N"),
+    "gqa": _no("no grouped heads"),
+    "dv_ne_d": _no("Dv = D"),
+    "zero_sizes": _no("no size of 0"),
+    "masks": _masks,
+    "layouts": lambda given: "" if given is None else _without(LAYOUTS)(given),
+    "dirty": lambda given: "" if given is None else _without(tuple(PADDING_VALUES))(given),
+    "backward": _no("no gradients"),
+    "fixed_scale": lambda scale: "" if scale is None else f"sm_scale = {scale}",
+    "devices": _without(_SUBSETS["devices"]),
+    "cache": _without(CACHES),
+    "page_sizes": _sizes_of("pages"),
+    "cuda_graphs": _no("no CUDA graphs"),
+}  # fmt: skip
+# Declarations that say how a result is read, and where it may be rounded. Under the wrong one a
+# correct kernel fails. They leave nothing out, but for the alignment, which leaves M = N to a
+# diagonal that is not this project's. ``fa-verify check`` assumes them as a probe finds them. It
+# assumes no others: no stricter bound, and no sum that is rounded twice.
+ASSUMED_CONVENTIONS = (
+    "lse_base", "empty_lse", "causal_alignment", "dots", "prescales", "p_normalised", "ds_scaled",
+    "ds_from", "l_from", "splits", "rescale_threshold",
+)  # fmt: skip
+
+
+def narrowings(declared: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a phrase for each declaration that leaves problems or outputs out.
+
+    A narrower one covers a wider one: M = N is M <= N too, and a kernel that is always causal and
+    takes the causal mask alone takes no other mask.
+    """
+    covered = set()
+    if declared.get("always_causal") and declared.get("masks") == ("causal",):
+        covered.add("masks")
+    if not declared.get("m_ne_n", True):
+        covered.add("m_gt_n")
+    said = (say(declared[x]) for x, say in NARROWINGS.items() if x in declared and x not in covered)
+    return tuple(filter(None, said))
 
 
 def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from fa_verify.properties.subjects.declarations import (
     WORDS,
     check_declarations,
     declared_by,
+    narrowings,
     unknown_word,
 )
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
@@ -68,6 +69,8 @@ class Subject:
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
         source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
+        assumed: Phrases for what declarations leave out that the kernel has not made itself: what
+            holds is then no promise. See ``assuming``.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Subject:
     kvcache_splits: Callable[[Problem], int] | None = None
     takes: str = ""
     source: str = ""
+    assumed: tuple[str, ...] = ()
     score_mods: tuple[str, ...] = ()
     cuda_graphs: bool = True
 
@@ -140,7 +144,7 @@ class Subject:
         return cls(name=name, call=call, numerics=Numerics(**numerics), **declared)
 
     def assuming(self, declared: Mapping[str, Any]) -> Subject:
-        """Return the subject with declarations by word, in place of its own.
+        """Return the subject with declarations by word, in place of its own, as ``assumed``.
 
         Raises:
             ValueError: A declaration is unknown or has an invalid value.
@@ -152,9 +156,10 @@ class Subject:
                 raise unknown_word(self.name, word)
         words = dict(declared)
         check_declarations(self.name, words)
+        assumed = (*self.assumed, *narrowings(words))
         numerics = {word: words.pop(word) for word in NUMERICS if word in words}
         of_numerics = dataclasses.replace(self.numerics, **numerics)
-        return dataclasses.replace(self, numerics=of_numerics, **words)
+        return dataclasses.replace(self, numerics=of_numerics, assumed=assumed, **words)
 
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.
@@ -187,6 +192,7 @@ class Subject:
                 "kvcache_splits",
                 "numerics",
                 "source",
+                "assumed",
             ):
                 continue
             default: Any = {"default": {}} if item.name == "configs" else item.default

@@ -14,6 +14,7 @@ from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, run_subject
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.subjects.declarations import NARROWINGS
 from fa_verify.properties.subjects.subject import BITWISE, Subject
 
 CAUSAL = Mask(causal=True)
@@ -168,7 +169,10 @@ def test_everything_that_limits_the_domain_is_tried():
         "cache",
         "page_sizes",
         "kvcache_splits",
+        "assumed",
     }
+    # What nobody has declared is said where it leaves problems out.
+    assert limits - conventions - {*NARROWINGS} == {"causal_alignment", "configs", "varlen"}
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 
 

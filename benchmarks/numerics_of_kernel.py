@@ -25,10 +25,16 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.probing.answers import Answer
-from fa_verify.probing.domain import domain_of, smallest, with_gradients, with_right_results
+from fa_verify.probing.domain import (
+    domain_of,
+    smallest,
+    with_gradients,
+    with_right_results,
+    without_mask,
+)
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
-from fa_verify.probing.trying import Tried, declares, stripped, watched
+from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.inputs.tensors import make
@@ -158,12 +164,14 @@ class Steps:
         if not self.begins("domain"):
             self.write(note="the process ended while the domain was probed")
             return {}
-        base = smallest(plain, self.device)
-        if isinstance(base, Tried):
-            self.write(note=f"it takes no problem: {base.error}")
+        base = smallest(plain, self.subject, self.device)
+        if not isinstance(base, Problem):
+            self.write(note=f"it raises on each problem: {base[0].error}")
             return {}
         base = with_gradients(plain, with_right_results(plain, base))
-        found = {answer.word: answer for answer in domain_of(plain, base)}
+        always_causal, base = without_mask(plain, base)
+        answers = (always_causal, *domain_of(plain, self.subject, base))
+        found = {answer.word: answer for answer in answers}
         self.kept |= {"base": base.to_json(), "domain": [x.to_record() for x in found.values()]}
         self.write(**self.kept)
         return found
@@ -218,8 +226,6 @@ class Steps:
                     words.setdefault(word, one.value)
         words["dtypes"] = found["dtypes"].value
         masks = found["masks"].value if "masks" in found else ()
-        if words.get("always_causal") and "causal" not in masks:
-            masks = ("causal", *masks)
         return self.subject.assuming({**words, "masks": masks})
 
     def _measure(self, subject: Subject, dtypes: Sequence[str]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CERTAINTIES", "Answer", "lines", "undecided"]
+__all__ = ["CERTAINTIES", "Answer", "alike", "lines", "undecided"]
 
 # "shown": an exception, or results that no other known answer explains.
 # "tried": every trial agrees, and other inputs may not.
@@ -47,6 +48,11 @@ class Answer:
     def to_record(self) -> dict[str, Any]:
         """Return the answer as plain values; the replay line is a string of JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+def alike(message: str) -> str:
+    """Return a message without numbers and dtypes: that of the same fault on another problem."""
+    return re.sub(r"torch\.\w+|\d+", "#", message)
 
 
 def undecided(word: str, evidence: str, replay: str = "") -> Answer:

@@ -19,13 +19,15 @@ from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before 
 import torch
 
 from fa_verify.probing.answers import lines
+from fa_verify.probing.domain import DEFECT
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.picture import svg, text
-from fa_verify.probing.probe import BITS, TOPICS, Probed, probe, refuted
+from fa_verify.probing.probe import BITS, RAISES, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.checks.caches import OTHER_CALLS
 from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.subjects.declarations import narrowings
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 from fa_verify.registry import NAMED, spec_of
@@ -92,12 +94,17 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     probed = probe(subject, device, _progress(sys.stdout), topics=_CHEAP)
     assumed = probed.assumed()
     seconds = time.monotonic() - began
-    if [answer.word for answer in probed.answers] == ["dtypes"]:
-        print(f"nothing is assumed, because {probed['dtypes'].evidence}")
+    if raises := [answer for answer in probed.answers if answer.word == RAISES]:
+        print(f"nothing is assumed after {seconds:.0f} s of probing:")
+        print("\n".join(lines(raises)))
         return _HOLDS
+    if defects := [answer for answer in probed.answers if answer.word == DEFECT]:
+        print("\n".join(lines(defects)))
     what = "assume" if assumed else "assume nothing"
     print(f"the checks {what} after {seconds:.0f} s of probing{':' if assumed else ''}")
     print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
+    if left := narrowings(assumed):
+        print(f"the checks are about {', '.join(left)}: until that is declared, nothing HOLDS")
     file.write_text(json.dumps(assumed), encoding="utf-8")
     return _tell_bits(subject.assuming(assumed), device) if bits else _HOLDS
 

@@ -15,11 +15,11 @@ from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["conventions_of"]
+__all__ = ["TopLeft", "alignments", "conventions_of"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _TopLeft:
+class TopLeft:
     """The causal mask whose diagonal begins at the first row and the first key."""
 
     def dense(
@@ -41,14 +41,18 @@ def conventions_of(
         found: The answers of ``domain_of`` by word.
     """
     tried = attempt(subject, base, backward=False)
-    assert tried.got is not None
+    if tried.got is None:
+        return
     lse = tried.got.lse
     if lse is None:
         yield Answer("returns_lse", False, "shown", "the call returns out alone", tried.replay)
     else:
         seen = f"the call returns (out, lse), lse of shape {tuple(lse.shape)}"
         yield Answer("returns_lse", True, "shown", seen, tried.replay)
-        yield _lse_base(tried)
+        of_lse = _lse_base(tried)
+        yield of_lse
+        # Both questions below are about the natural logarithm.
+        subject = dataclasses.replace(subject, lse_base=of_lse.value or "e")
         yield _empty_lse(subject, base, found)
         yield _lse_grad(subject, base, found)
     yield _alignment(subject, base, found)
@@ -77,8 +81,9 @@ def _empty_lse(subject: Subject, base: Problem, found: Mapping[str, Answer]) -> 
     masks = found["masks"].value
     problems = []
     if "padding" in masks:
-        problems.append(dataclasses.replace(base, mask=Mask(seqlens_k=(0,))))
-    if "causal" in masks and found["m_ne_n"].value and base.M > 1:
+        mask = dataclasses.replace(base.mask, seqlens_k=(0,))
+        problems.append(dataclasses.replace(base, mask=mask))
+    if "causal" in masks and found["m_ne_n"].value and found["m_gt_n"].value and base.M > 1:
         problems.append(dataclasses.replace(base, M=2 * base.M, mask=Mask(causal=True)))
     if found["zero_sizes"].value:
         problems.append(dataclasses.replace(base, N=0))
@@ -118,24 +123,40 @@ def _alignment(subject: Subject, base: Problem, found: Mapping[str, Answer]) -> 
         return undecided(word, "the kernel takes no causal mask")
     if not found["m_ne_n"].value:
         return undecided(word, "the kernel takes M = N alone, where both alignments agree")
-    fits: set[str] = {"bottom-right", "top-left"}
-    sizes = [{"N": 2 * base.N}] if base.M == 1 else [{"N": 2 * base.N}, {"M": 2 * base.M}]
-    for change in sizes:
-        tried = attempt(
-            subject, dataclasses.replace(base, mask=Mask(causal=True), **change), backward=False
-        )
-        if tried.error:
-            return undecided(word, tried.error, tried.replay)
-        masks = {"bottom-right": tried.problem.mask, "top-left": _TopLeft()}
-        # Rows that see a key in both alignments: kernels differ on the others.
-        rows = slice(max(0, tried.problem.M - tried.problem.N), None)
-        fits &= {
-            name
-            for name, mask in masks.items()
-            if tried.resembles(tried.reference(mask, base.scale).out, rows=rows)
-        }
+    longer = base.M > 1 and found["m_gt_n"].value
+    sizes = [{"N": 2 * base.N}, *([{"M": 2 * base.M}] if longer else [])]
+    fits, tried = alignments(subject, base, *sizes)
+    if tried.error:
+        return undecided(word, tried.error, tried.replay)
     seen = f"with M={tried.problem.M} and N={tried.problem.N}, out is "
     if len(fits) == 1:
         (one,) = fits
         return Answer(word, one, "shown", f"{seen}that of the {one} mask", tried.replay)
     return undecided(word, f"{seen}that of neither alignment", tried.replay)
+
+
+def alignments(
+    subject: Subject, base: Problem, *sizes: Mapping[str, int]
+) -> tuple[set[str], Tried]:
+    """Return the alignments of the causal mask that out resembles, and the last call.
+
+    Args:
+        subject: The kernel without its declarations.
+        base: A problem that the kernel takes.
+        sizes: The sizes that each call changes.
+    """
+    fits = {"bottom-right", "top-left"}
+    for changes in sizes:
+        problem = dataclasses.replace(base, mask=Mask(causal=True), **changes)
+        tried = attempt(subject, problem, backward=False)
+        if tried.error:
+            return set(), tried
+        masks = {"bottom-right": problem.mask, "top-left": TopLeft()}
+        # Rows that see a key in both alignments: kernels differ on the others.
+        rows = slice(max(0, problem.M - problem.N), None)
+        fits &= {
+            name
+            for name, mask in masks.items()
+            if tried.resembles(tried.reference(mask, base.scale).out, rows=rows)
+        }
+    return fits, tried

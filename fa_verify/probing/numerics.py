@@ -114,7 +114,10 @@ class _Limits:
         dims = self.found["head_dims"].value
         D = 64 if dims is None or 64 in dims else self.base.D
         sizes = {"keys": {"N": n}, "rows": {"M": n}}[axis]
-        if not self.found["m_ne_n"].value and self.base.M > 1:
+        # A causal diagonal that begins at the first key would hide the other keys.
+        aligned = self.found.get("causal_alignment")
+        hides = self.base.mask.causal and aligned is not None and aligned.value == "top-left"
+        if (hides or not self.found["m_ne_n"].value) and self.base.M > 1:
             sizes = {"M": n, "N": n}
         problem = dataclasses.replace(self.base, dtype=dtype, D=D, Dv=D, **sizes)
         return problem

@@ -7,28 +7,41 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.probing.answers import Answer, undecided
+from fa_verify.oracles.problem import Problem
+from fa_verify.probing.answers import Answer, alike
 from fa_verify.probing.conventions import conventions_of
-from fa_verify.probing.domain import domain_of, smallest, with_gradients, with_right_results
+from fa_verify.probing.domain import (
+    domain_of,
+    smallest,
+    with_gradients,
+    with_right_results,
+    without_mask,
+)
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
-from fa_verify.properties.subjects.declarations import NUMERICS, WORDS, check_declarations
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.declarations import (
+    ASSUMED_CONVENTIONS,
+    NARROWINGS,
+    NUMERICS,
+    WORDS,
+    check_declarations,
+)
+from fa_verify.properties.subjects.narrowing import narrowed
+from fa_verify.properties.subjects.subject import Subject, score_mods_of
 
-__all__ = ["BITS", "TOPICS", "Probed", "probe", "refuted"]
+__all__ = ["BITS", "RAISES", "TOPICS", "Probed", "probe", "refuted"]
 
 TOPICS = ("domain", "conventions", "numerics", "orders")
 # A topic that takes ten seconds.
 BITS = "bits"
-# Declarations that ``check`` assumes for a kernel without any. Others stay at their defaults:
-# a p_dtype of "fp32" would make the bound stricter, and a group_sum in the dtype is a finding.
-_ASSUMED = (
-    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
-    "layouts", "backward", "lse_base", "empty_lse", "causal_alignment", "dots", "prescales",
-    "p_normalised", "ds_scaled", "ds_from", "l_from", "splits", "rescale_threshold",
-)  # fmt: skip
+# The only answer about a kernel that raises an exception on every problem.
+RAISES = "raises"
+# A kernel that takes ``sm_scale`` and ignores it is wrong, whatever a declaration may allow.
+_FAULTS = ("fixed_scale",)
+# The exceptions that such a kernel's answer shows.
+_MOST_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -65,19 +78,18 @@ class Probed:
             for answer in self.answers
             if answer.word in WORDS and answer.value is not None
         }
-        if found.get("always_causal") and "causal" not in found.get("masks", ()):
-            found["masks"] = ("causal", *found.get("masks", ()))
         check_declarations(self.kernel, found)
         return found
 
     def assumed(self) -> dict[str, Any]:
         """Return the declarations that the checks assume: limits, conventions, wider roundings.
 
-        Masks that change nothing are not among the limits, so that the checks report them.
+        A mask that the kernel accepts and that changes nothing is no limit: the checks report it.
+        Only a kernel that is always causal, and heeds no mask, is taken for what it is.
         """
         found = self.declarations()
         ignored = self["ignored_masks"].value if "masks" in found else ()
-        if ignored:
+        if ignored and not (found.get("always_causal") and found["masks"] == ("causal",)):
             found["masks"] = tuple({*found["masks"], *ignored})
         check_declarations(self.kernel, found)
         plain = Subject(self.kernel, lambda **_: None)
@@ -86,8 +98,8 @@ class Probed:
         }
         return {
             word: found[word]
-            for word in _ASSUMED
-            if word in found and found[word] != defaults[word]
+            for word in (*NARROWINGS, *ASSUMED_CONVENTIONS)
+            if word in found and word not in _FAULTS and found[word] != defaults[word]
         }
 
 
@@ -109,9 +121,7 @@ def probe(
     found: dict[str, Answer] = {}
     sums: list[Sum] = []
     # The questions are about padded tensors, except for those about bits.
-    answers = (
-        () if subject.reads_caches_alone else _answers(stripped(subject), device, found, topics)
-    )
+    answers = () if subject.reads_caches_alone else _answers(subject, device, found, topics)
     for answer in answers:
         if isinstance(answer, Sum):
             sums.append(answer)
@@ -119,7 +129,7 @@ def probe(
         found[answer.word] = answer
         asked(answer.word)
     probed = Probed(subject.name, device, tuple(found.values()), tuple(sums))
-    if BITS not in topics or [*found] == ["dtypes"]:
+    if BITS not in topics or RAISES in found:
         return probed
     taking = subject if declares(subject) else subject.assuming(probed.assumed())
     for answer in same_bits_of(taking, device):
@@ -129,21 +139,44 @@ def probe(
 
 
 def _answers(
-    subject: Subject, device: str, found: dict[str, Answer], topics: Sequence[str]
+    own: Subject, device: str, found: dict[str, Answer], topics: Sequence[str]
 ) -> Iterator[Answer | Sum]:
-    base = smallest(subject, device)
-    if isinstance(base, Tried):
-        seen = f"the kernel takes no problem: {base.error}"
-        yield undecided("dtypes", seen, base.replay)
+    subject = stripped(own)
+    base = smallest(subject, own, device)
+    if not isinstance(base, Problem):
+        yield _raises(base)
         return
     base = with_gradients(subject, with_right_results(subject, base))
-    yield from domain_of(subject, base)
+    always_causal, base = without_mask(subject, base)
+    yield always_causal
+    base = narrowed(own, base)
+    yield from domain_of(subject, own, base)
     if "conventions" in topics:
         yield from conventions_of(subject, base, found)
+    # The experiments know what each row sees, and no score modifications.
+    if always_causal.value is None or score_mods_of(base):
+        return
     if "numerics" in topics:
         yield from numerics_of(subject, base, found)
     if "orders" in topics:
         yield from orders_of(subject, base, found)
+
+
+def _raises(failed: Sequence[Tried]) -> Answer:
+    """Return what a kernel raises on every problem: one call of each exception, errors first."""
+    kinds: dict[str, list[Tried]] = {}
+    for one in failed:
+        kinds.setdefault(alike(one.message), []).append(one)
+    of_kinds = sorted(
+        kinds.values(), key=lambda of: (of[0].message.startswith("NotImplemented"), -len(of))
+    )
+    first, *others = of_kinds[:_MOST_ERRORS]
+    total = f"all {len(failed)}" if len(of_kinds) == 1 else f"{len(first)} of {len(failed)}"
+    messages = [" ".join(of[0].message.split()) for of in (first, *others)]
+    said = f"on {total} problems: {messages[0]}"
+    for of, message in zip(others, messages[1:], strict=True):
+        said += f"; on {len(of)}: {message}, with {of[0].replay}"
+    return Answer(RAISES, messages[0].partition(":")[0], "shown", said, first[0].replay)
 
 
 def refuted(subject: Subject, probed: Probed) -> list[str]:
@@ -169,9 +202,8 @@ def refuted(subject: Subject, probed: Probed) -> list[str]:
         if word not in own and "NotImplementedError" in answer.evidence:
             continue
         given = getattr(subject.numerics if word in NUMERICS else subject, word)
-        if word == "masks" and subject.always_causal:
-            # The mask that it always has changes nothing.
-            given = tuple(kind for kind in given if kind != "causal")
+        if word in ("dots", "tf32_conversion") and "fp32" not in subject.dtypes:
+            continue  # both are about fp32 inputs
         if _contradicts(word, given, answer.value):
             how = "declares" if word in own else "has the default"
             wrong.append(
@@ -189,10 +221,10 @@ _WIDTHS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Further words that the answers can contradict.
 _SETTLED = (
-    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "masks",
-    "layouts", "backward", "score_mods", "returns_lse", "lse_grad", "lse_base", "empty_lse",
-    "causal_alignment", "p_normalised", "ds_scaled", "splits", "rescale_threshold",
-    "tf32_conversion",
+    "dtypes", "head_dims", "seqlen_multiple", "gqa", "m_ne_n", "m_gt_n", "one_query", "dv_ne_d",
+    "zero_sizes", "masks", "always_causal", "layouts", "backward", "score_mods", "returns_lse",
+    "lse_grad", "lse_base", "empty_lse", "causal_alignment", "p_normalised", "ds_scaled", "splits",
+    "rescale_threshold", "tf32_conversion",
 )  # fmt: skip
 
 
@@ -210,10 +242,12 @@ def _contradicts(word: str, given: Any, found: Any) -> bool:
         return False
     if isinstance(found, tuple):
         return given is None or not {*given} <= {*found}
+    if word in ("always_causal", "one_query"):
+        return bool(found and not given)
     if isinstance(found, bool) and word in _LIMITS:
         # A declared limit that the kernel does not have is no contradiction.
         return bool(given and not found)
     return bool(given != found)
 
 
-_LIMITS = ("gqa", "m_ne_n", "dv_ne_d", "zero_sizes", "backward", "lse_grad")
+_LIMITS = ("gqa", "m_ne_n", "m_gt_n", "dv_ne_d", "zero_sizes", "backward", "lse_grad")

@@ -52,17 +52,25 @@ class Tried:
         problem: The problem.
         inputs: Its tensors.
         got: The outputs, without gradients if they were not wanted; None if the kernel raised.
-        error: The exception in one line; empty if the kernel returned.
+        message: The exception, with its type; empty if the kernel returned.
         refused: Whether the exception says that the kernel does not take the problem. An output of
             a wrong form, an input that was changed or an access out of bounds is a defect, which a
             probe leaves to the checks.
+        seen: The pairs that the kernel attends to, where its convention differs from the
+            problem's mask.
     """
 
     problem: Problem
     inputs: Inputs
     got: Outputs[torch.Tensor | None] | None
-    error: str = ""
+    message: str = ""
     refused: bool = False
+    seen: DenseMask | None = None
+
+    @property
+    def error(self) -> str:
+        """The exception in one line; empty if the kernel returned."""
+        return _line(self.message)
 
     @property
     def replay(self) -> str:
@@ -71,7 +79,7 @@ class Tried:
 
     @cached_property
     def _want(self) -> Outputs[torch.Tensor]:
-        return self.reference(self.problem.mask, self.problem.scale)
+        return self.reference(self.seen or self.problem.mask, self.problem.scale)
 
     def reference(self, mask: DenseMask, scale: float) -> Outputs[torch.Tensor]:
         """Return the outputs of the oracle with another mask or scale."""
@@ -172,11 +180,11 @@ def attempt(
         with _watching(problem), GuardBands() if guards else nullcontext():
             return Tried(problem, inputs, run_subject(subject, problem, inputs))
     except NotImplementedError as reason:
-        return Tried(problem, inputs, None, _line(f"NotImplementedError: {reason}"), True)
+        return Tried(problem, inputs, None, f"NotImplementedError: {reason}", True)
     except SubjectError as reason:
-        error = _line(str(reason))
-        is_defect = isinstance(reason, _DEFECTS) or _OUT_OF_BOUNDS in error
-        return Tried(problem, inputs, None, error, not is_defect)
+        message = str(reason)
+        is_defect = isinstance(reason, _DEFECTS) or _OUT_OF_BOUNDS in message
+        return Tried(problem, inputs, None, message, not is_defect)
 
 
 def _line(text: str) -> str:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.probing.probe import probe
 from fa_verify.probing.trying import declares
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
+from fa_verify.properties.subjects.declarations import (
+    ASSUMED_CONVENTIONS,
+    NARROWINGS,
+    WORDS,
+    narrowings,
+)
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.fa_verify.probing.black_boxes import kernel
 
@@ -39,6 +46,65 @@ def test_an_ignored_mask_is_still_drawn():
     found = probe(Subject.of(blind, "kernel"), topics=CHEAP)
     assert found["masks"].value == ()
     assert "masks" not in found.assumed()
+
+
+def causal(q, k, v, *, mask, sm_scale):
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    return torch.softmax((q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf), -1) @ v
+
+
+def test_a_kernel_that_is_always_causal_is_assumed_to_be():
+    found = assumed(causal)
+    assert (found["always_causal"], found["masks"]) == (True, ("causal",))
+
+
+def test_a_mask_that_an_always_causal_kernel_ignores_beside_another_is_still_drawn():
+    def padded(q, k, v, *, mask, sm_scale):
+        seen = Mask(causal=True, seqlens_q=mask.seqlens_q, seqlens_k=mask.seqlens_k)
+        seen = seen.dense(*q.shape[:3], k.shape[2], device=q.device)
+        return torch.softmax((q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf), -1) @ v
+
+    found = assumed(padded)
+    assert found["always_causal"] is True
+    assert "masks" not in found
+
+
+@pytest.mark.parametrize("scale", [lambda s, D: 2 * s, lambda s, D: D**-0.5])
+def test_a_wrong_scale_is_no_convention(scale):
+    def wrong(q, k, v, *, mask, sm_scale):
+        seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device)
+        scores = q @ k.mT * scale(sm_scale, q.shape[3])
+        return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ v
+
+    assert {*assumed(wrong)} <= {"gqa", "zero_sizes"}
+
+
+def test_each_assumption_is_a_convention_or_says_what_it_leaves_out():
+    assert {*NARROWINGS, *ASSUMED_CONVENTIONS} <= {*WORDS}
+    assert not {*NARROWINGS} & {*ASSUMED_CONVENTIONS}
+    plain = Subject("kernel", lambda **_: None)
+    assert narrowings({word: getattr(plain, word) for word in NARROWINGS}) == ()
+    assert plain.assuming({"lse_base": "2", "causal_alignment": "top-left"}).assumed == ()
+
+
+@pytest.mark.parametrize(
+    ("declared", "phrases"),
+    [
+        ({"always_causal": True, "masks": ("causal",)}, ("always causal",)),
+        ({"always_causal": True, "masks": ("causal", "window", "padding")},
+         ("always causal", "no custom masks")),
+        ({"dtypes": ("fp16", "bf16", "fp32")}, ("no fp64",)),
+        ({"dtypes": ("fp16",)}, ("fp16 alone",)),
+        ({"head_dims": (64,), "gqa": False}, ("D of 64", "no grouped heads")),
+        ({"m_ne_n": False, "m_gt_n": False}, ("M = N",)),
+        ({"m_gt_n": False, "seqlen_multiple": 32}, ("M and N in multiples of 32", "M <= N")),
+        ({"masks": ()}, ("no mask",)),
+        ({"layouts": ("bhsd", "bshd")}, ("bhsd and bshd alone",)),
+        ({"backward": False, "lse_base": "2"}, ("no gradients",)),
+    ],
+)  # fmt: skip
+def test_assumptions_say_what_they_leave_out(declared, phrases):
+    assert Subject("kernel", lambda **_: None).assuming(declared).assumed == phrases
 
 
 def test_a_kernel_that_declares_anything_is_known_as_such():

@@ -284,9 +284,9 @@ def _explain(file: str, mask: str | None) -> int:
 
 
 class _Ends:
-    """Notes whether tests were skipped, and whether any ran."""
+    """Notes whether tests were skipped, whether any ran, and whether assumptions narrowed them."""
 
-    skipped = ran = False
+    skipped = ran = narrowed = False
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note the end of a test, in this process or in a worker."""
@@ -294,6 +294,12 @@ class _Ends:
 
         self.skipped |= report.skipped
         self.ran |= report.when == "call" and (not report.skipped or is_turn(report))
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        """Note whether assumptions about the kernel left problems out."""
+        from fa_verify.session import assumed_by
+
+        self.narrowed = bool(assumed_by(session.config))
 
 
 def _run(of_pytest: Sequence[str]) -> int:
@@ -312,7 +318,7 @@ def _run(of_pytest: Sequence[str]) -> int:
         arguments.append("--timeout=900")
     ends = _Ends()
     status = int(pytest.main([*arguments, *of_pytest], plugins=[ends]))
-    if status == pytest.ExitCode.OK and ends.skipped and not ends.ran:
+    if status == pytest.ExitCode.OK and (ends.narrowed or (ends.skipped and not ends.ran)):
         return _NOTHING
     return _STATUS.get(status, 3 if status == pytest.ExitCode.INTERNAL_ERROR else _USAGE)
 

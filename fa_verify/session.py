@@ -22,6 +22,7 @@ __all__ = [
     "NOT_ASKED",
     "OURS",
     "TURN_OVER",
+    "assumed_by",
     "device_of",
     "in_checkout",
     "is_ours",
@@ -126,6 +127,13 @@ def subject_of(config: pytest.Config) -> Subject:
         config.stash[_SUBJECT] = subject
         device_of(config)
     return config.stash[_SUBJECT]
+
+
+def assumed_by(config: pytest.Config) -> tuple[str, ...]:
+    """Return phrases for what --fa-assume leaves out of a run; a replay leaves nothing out."""
+    whole = config.getoption("--fa-replay", None) is None
+    assumes = config.getoption("--fa-assume", None) is not None
+    return subject_of(config).assumed if whole and assumes else ()
 
 
 def mask_of(config: pytest.Config) -> type[Mask] | None:

@@ -25,7 +25,14 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
-from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, is_turn, subject_of
+from fa_verify.session import (
+    CONFORMANCE,
+    NOT_ASKED,
+    assumed_by,
+    is_ours,
+    is_turn,
+    subject_of,
+)
 
 __all__ = ["Causes"]
 
@@ -214,7 +221,8 @@ class Causes:
             return
         terminalreporter.section("verdict")
         name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
-        for line in verdict(name, self.counts(), self.explained()):
+        assumed = assumed_by(self.config)
+        for line in verdict(name, self.counts(), self.explained(), assumed):
             terminalreporter.write_line(line)
         for why in self._parts:
             terminalreporter.write_line(f"   not asked: {why}")

@@ -178,13 +178,16 @@ def alike(message: str) -> str:
     return re.sub(r"\d[\w.,+-]*", "#", message.partition("\n")[0])
 
 
-def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[str]:
+def verdict(
+    name: str, counts: Counts, causes: Sequence[Explained], assumed: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield the lines of the verdict, without a trailing empty line.
 
     Args:
         name: Name of the subject, or its source.
         counts: The counts of the run.
         causes: The causes, see ``explained``.
+        assumed: Phrases for what the run left out without a declaration of the kernel.
     """
     total = counts.failed + counts.hold
     skipped = sum(counts.reasons.values())
@@ -194,6 +197,12 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     if not counts.failed:
         limited = any(CANNOT_RUN in why for why in counts.reasons)
         word = "HOLDS" if counts.hold and not limited else "NOT VERIFIED"
+        if word == "HOLDS" and assumed:
+            it, promise = ("it", "a promise") if len(assumed) == 1 else ("them", "promises")
+            word = (
+                f"NOT VERIFIED  holds for {', '.join(assumed)} "
+                f"(assumed: declare {it} to make {it} {promise})"
+            )
         yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
         return
     yield (

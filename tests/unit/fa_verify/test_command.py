@@ -47,6 +47,21 @@ def undeclared(q, k, v, *, mask, sm_scale):
     return torch.softmax(q @ k.mT * sm_scale, -1) @ v
 
 
+def always_causal(q, k, v, *, mask, sm_scale):
+    M, N = q.shape[2], k.shape[2]
+    if (q.dtype, q.shape[1], v.shape[3]) != (torch.float32, k.shape[1], q.shape[3]) or 0 in (M, N):
+        raise NotImplementedError("dtypes, groups and sizes of 0")
+    if M > N:
+        raise NotImplementedError("rows without a key")
+    seen = torch.arange(N) <= torch.arange(M)[:, None] + N - M
+    scores = (q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def old(q, k, v, *, mask, sm_scale):
+    raise RuntimeError("Block pointers have been removed")
+
+
 def hanging(q, k, v, *, mask, sm_scale):
     while k.shape[2] > 20:
         pass
@@ -134,6 +149,28 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
     assert "refuses fp16: NotImplementedError: masks, dtypes and sizes of 0" in done.stdout
     assert "declares dtypes=('fp32',)" in done.stdout
     assert "masks=()" in done.stdout
+
+
+def test_a_kernel_holds_for_what_is_assumed_of_it_and_is_not_verified(folder):
+    done = run(folder, "check", "my.py:always_causal", *ACCURACY)
+    assert done.returncode == 4, done.stdout + done.stderr
+    said = "my.py:always_causal  NOT VERIFIED  holds for always causal, fp32 alone, M <= N,"
+    assert said in done.stdout
+    assert "(assumed: declare them to make them promises)" in done.stdout
+    assert "HOLDS  " not in done.stdout
+    # One problem is judged as it is.
+    line = '{"version":1,"M":2,"N":2,"mask":{"type":"Mask","causal":true}}'
+    done = run(folder, "explain", "--kernel=my.py:always_causal", line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my.py:always_causal  HOLDS  1 check holds" in done.stdout
+
+
+def test_an_exception_on_every_problem_is_printed_before_the_checks(folder):
+    done = run(folder, "check", "my.py:old", "--quick", "--", "-n0", "--collect-only", "-q")
+    said = done.stdout.partition("nothing is assumed after")[2].splitlines()
+    assert said[1].startswith("raises  'RuntimeError'  (shown) on all 92 problems: RuntimeError: ")
+    assert "Block pointers have been removed" in said[1]
+    assert json.loads(said[2])["version"] == 1
 
 
 @pytest.mark.parametrize(

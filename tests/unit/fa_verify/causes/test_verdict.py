@@ -80,6 +80,18 @@ def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
     assert line == "f  NOT VERIFIED  9 checks hold, 1 not asked (1 reason)"
 
 
+def test_a_run_that_an_assumption_narrows_does_not_hold():
+    (line,) = verdict("f", Counts(0, 2, {}), [], ("always causal",))
+    assert line == (
+        "f  NOT VERIFIED  holds for always causal (assumed: declare it to make it a promise)  "
+        "2 checks hold, 0 not asked"
+    )
+    (line,) = verdict("f", Counts(0, 2, {}), [], ("always causal", "no fp64"))
+    assert "for always causal, no fp64 (assumed: declare them to make them promises)" in line
+    (line, *_) = verdict("f", Counts(1, 2, {}), [], ("always causal",))
+    assert line.startswith("f  FAILED")
+
+
 @pytest.mark.parametrize(
     ("features", "said", "declared"),
     [

@@ -104,7 +104,7 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     print(f"the checks {what} after {seconds:.0f} s of probing{':' if assumed else ''}")
     print("\n".join(lines(dataclasses.replace(probed[x], value=y) for x, y in assumed.items())))
     if left := narrowings(assumed):
-        print(f"the checks are about {', '.join(left)}: until that is declared, nothing HOLDS")
+        print(f"the run can hold for {', '.join(left)}, which is NOT VERIFIED until it is declared")
     file.write_text(json.dumps(assumed), encoding="utf-8")
     return _tell_bits(subject.assuming(assumed), device) if bits else _HOLDS
 

@@ -159,4 +159,6 @@ def alignments(
             for name, mask in masks.items()
             if tried.resembles(tried.reference(mask, base.scale).out, rows=rows)
         }
+        if not fits:
+            break
     return fits, tried

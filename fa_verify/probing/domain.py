@@ -238,7 +238,7 @@ class _Calls:
             one = dataclasses.replace(one, seen=TopLeft())
         excluded = self.own.excludes(problem)
         if excluded and (bad := _bad(one)):
-            return dataclasses.replace(one, got=None, message=f"{bad}; {excluded}", refused=True)
+            return dataclasses.replace(one, got=None, message=f"{excluded}: {bad}", refused=True)
         return one
 
     def defect(self, base: Problem) -> Iterator[Answer]:

@@ -153,7 +153,7 @@ def _answers(
     yield from domain_of(subject, own, base)
     if "conventions" in topics:
         yield from conventions_of(subject, base, found)
-    # The experiments know what each row sees, and no score modifications.
+    # The experiments need a row that sees all keys, and support no score modifications.
     if always_causal.value is None or score_mods_of(base):
         return
     if "numerics" in topics:

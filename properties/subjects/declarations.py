@@ -132,8 +132,8 @@ def _no(phrase: str) -> Callable[[bool], str]:
     return lambda given: "" if given else phrase
 
 
-# Declarations that leave problems or outputs out, and how a value says which are left. What holds
-# under one that nobody has declared is not what the kernel was asked for.
+# Declarations that leave problems or outputs out, and a phrase for those that remain. A kernel that
+# holds under one that it has not made holds for less than it was asked for.
 NARROWINGS: Mapping[str, Callable[[Any], str]] = {
     "always_causal": _only("always causal"),
     "dtypes": _without(DTYPES),

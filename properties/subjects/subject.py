@@ -69,8 +69,8 @@ class Subject:
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
         source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
-        assumed: Phrases for what declarations leave out that the kernel has not made itself: what
-            holds is then no promise. See ``assuming``.
+        assumed: Phrases for the problems that ``assuming`` has left, such as "always causal". They
+            are no promise of the kernel.
     """
 
     name: str

@@ -171,7 +171,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "kvcache_splits",
         "assumed",
     }
-    # What nobody has declared is said where it leaves problems out.
+    # A verdict names each declaration that leaves problems out and was assumed.
     assert limits - conventions - {*NARROWINGS} == {"causal_alignment", "configs", "varlen"}
     assert {item.name for item in dataclasses.fields(Subject)} == limits | conventions | judged
 

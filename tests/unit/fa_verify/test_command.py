@@ -55,7 +55,7 @@ def always_causal(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("rows without a key")
     seen = torch.arange(N) <= torch.arange(M)[:, None] + N - M
     scores = (q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf)
-    return torch.softmax(scores, -1) @ v
+    return torch.softmax(scores, -1).masked_fill(~seen, 0) @ v
 
 
 def old(q, k, v, *, mask, sm_scale):

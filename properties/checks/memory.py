@@ -50,9 +50,9 @@ _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
 def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     """G6: every element of every output is written, and nothing outside of the outputs.
 
-    Runs the problem again with every allocation filled with NaN and surrounded by guard bands. Where
-    that gives NaN, a run with another value in the allocations says why. Does not cover allocations
-    inside a library's own operators.
+    Runs the problem again with every allocation filled with NaN and surrounded by guard bands.
+    Where that gives NaN, a run with another value in the allocations says why. Does not cover
+    allocations inside a library's own operators.
     """
     with GuardBands() as guards:
         again = run_subject(trial.subject, trial.problem, trial.inputs)

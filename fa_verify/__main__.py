@@ -142,9 +142,6 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         of_pytest += ["-n", "auto"]
         # In every worker, pytest-benchmark warns that it measures nothing there.
         of_pytest += ["-p", "no:benchmark"]
-    # One screen: pytest's header, its warnings and tables of the run are printed with -v.
-    if not any(_VERBOSE.fullmatch(x) for x in beyond):
-        of_pytest += ["-q", "--disable-warnings"]
     options.of_pytest = [*of_pytest, *beyond]
     return options
 
@@ -320,6 +317,9 @@ def _run(of_pytest: Sequence[str]) -> int:
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
         arguments.append("--timeout=900")
+    # One screen: pytest's header and warnings, and most tables, are printed with -v.
+    if not any(_VERBOSE.fullmatch(x) for x in of_pytest):
+        arguments += ["-q", "--disable-warnings"]
     ends = _Ends()
     status = int(pytest.main([*arguments, *of_pytest], plugins=[ends]))
     if status == pytest.ExitCode.OK and ends.skipped and not ends.ran:

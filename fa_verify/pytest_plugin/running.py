@@ -29,6 +29,7 @@ from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
     large_memory,
+    larger_than_the_machine,
     leaves_room,
     limit_memory,
     spare_memory,
@@ -143,6 +144,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if text is not None:
         try:
             config.stash[REPLAY] = call_from_json(text)
+            if not ON_GPU and (too_large := larger_than_the_machine(config.stash[REPLAY])):
+                raise ValueError(too_large)
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")

@@ -270,7 +270,7 @@ def test_a_corpus_that_cannot_be_written_is_said_once_with_what_it_lacks(pytestc
     )
     worker, controller = (Fuzzing(config, Tally(), tmp_path) for _ in range(2))
     runner = Runner(Subject.of(Eager("out scaled"), "eager"), Tally())
-    (finding,) = runner.findings(PROBLEM, claims.accuracy)
+    finding, *_ = runner.findings(PROBLEM, claims.accuracy)
     for _ in range(2):
         worker._note_unkept(
             Cause.of(finding), finding, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -37,7 +37,7 @@ _ADDED_BYTES = 2**16
 _BITS = {torch.bfloat16: ("bf16", torch.int16)}
 
 
-# What a file raises that is cut, changed or made by something else.
+# Errors of files that are cut, changed or made by other programs.
 _DAMAGE = (
     OSError, TypeError, ValueError, AttributeError, EOFError, MemoryError, OverflowError,
     RuntimeError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,

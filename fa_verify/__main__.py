@@ -43,6 +43,8 @@ _PACKAGES = {
     "redis": "shares Hypothesis's examples",
 }
 _NEEDED = ("hypothesis", "pytest")
+# The option of pytest that prints everything.
+_VERBOSE = re.compile(r"-[lqsx]*v[lqsvx]*|--verbose(=.*)?|--verbosity(=.*)?")
 # The replay line of ``verify``, and the string in it.
 _CALL = re.compile(r"""verify\(.*[._]from_json\(('(?:[^'\\]|\\.)*')\)""")
 
@@ -67,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
         return _USAGE
-    probes = options.command in ("check", "explain")
-    bits = options.command == "check" and not getattr(options, "quick", False)
-    assumed = _assumed(options.kernel, options.of_pytest, bits=bits) if probes else []
+    assumed = []
+    # The replay line of ``explain`` carries what was assumed.
+    if options.command == "check":
+        assumed = _assumed(options.kernel, options.of_pytest, bits=not options.quick)
     return _run([*assumed, *options.of_pytest])
 
 
@@ -122,7 +125,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         _read_replay(options, replays)
     of_pytest = [
         f"--fa-{name}={value}"
-        for name in ("kernel", "mask", "replay", "minutes", "report", "waive", "sarif")
+        for name in ("kernel", "assume", "mask", "replay", "minutes", "report", "waive", "sarif")
         if (value := getattr(options, name, None)) is not None
     ]
     if getattr(options, "junit", None) is not None:
@@ -213,6 +216,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     explain.add_argument(
         "--mask", "--fa-mask", metavar="FILE:CLASS", help="the mask, for JSON alone"
     )
+    explain.add_argument(
+        "--assume", "--fa-assume", metavar="JSON",
+        help="the declarations that check assumed, as the replay line has them",
+    )  # fmt: skip
     explain.add_argument("--replay", "--fa-replay", metavar="JSON", help=argparse.SUPPRESS)
     mask = commands.add_parser(
         "mask", help="verify kernels on a class of masks", description="Verify a class of masks."
@@ -234,7 +241,7 @@ def _read_replay(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     words = options.line
     options.file = None
     if len(words) == 1 and words[0].endswith(".npz"):
-        ignored = [x for x in ("kernel", "json", "forward_only") if getattr(options, x)]
+        ignored = [x for x in ("kernel", "assume", "json", "forward_only") if getattr(options, x)]
         if ignored:
             parser.error(f"a file of results takes no --{ignored[0].replace('_', '-')}")
         options.file = words[0]
@@ -310,12 +317,15 @@ def _run(of_pytest: Sequence[str]) -> int:
     sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
-        # The package is imported already, and its assertions need no rewriting.
-        "-W", "ignore:Module already imported so cannot be rewritten",
+        # Assertions of the suite need no rewriting, which takes longer than many a check.
+        "--assert=plain",
         "-p", _PLUGIN, "-p", "no:cacheprovider", "-o", "console_output_style=classic",
     ]  # fmt: skip
     if _version("pytest-timeout") is not None:
         arguments.append("--timeout=900")
+    # One screen: pytest's header and warnings, and most tables, are printed with -v.
+    if not any(_VERBOSE.fullmatch(x) for x in of_pytest):
+        arguments += ["-q", "--disable-warnings"]
     ends = _Ends()
     status = int(pytest.main([*arguments, *of_pytest], plugins=[ends]))
     if status == pytest.ExitCode.OK and (ends.narrowed or (ends.skipped and not ends.ran)):

@@ -10,7 +10,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,13 @@ _TEXT = "arguments"
 _ADDED_BYTES = 2**16
 # numpy has no bfloat16, so its bits are stored.
 _BITS = {torch.bfloat16: ("bf16", torch.int16)}
+
+
+# Errors of files that are cut, changed or made by other programs.
+_DAMAGE = (
+    OSError, TypeError, ValueError, AttributeError, EOFError, MemoryError, OverflowError,
+    RuntimeError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 def write(
@@ -111,5 +120,5 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         return {**record, **tensors, "mask": mask, "numerics": Numerics(**numerics)}
     except KeyError as error:
         raise ValueError(f"{path} is no replay file: it has no {error}") from None
-    except (OSError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no replay file: {error}") from None
+    except _DAMAGE as error:
+        raise ValueError(f"{path} is no replay file: {error or type(error).__name__}") from None

@@ -117,7 +117,7 @@ def subject_of(config: pytest.Config) -> Subject:
         if (assumed := config.getoption("--fa-assume", None)) is not None:
             try:
                 subject = subject.assuming(json.loads(assumed))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise pytest.UsageError(f"--fa-assume: {error}") from None
         if not is_ours(config):
             name = given if given in NAMED else subject.name

@@ -106,3 +106,5 @@ def record_from_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"problem is not JSON ({error}): {text[:80]!r}") from None
+    except RecursionError:
+        raise ValueError(f"problem is nested too deeply: {text[:80]!r}") from None

@@ -26,6 +26,8 @@ LAYOUTS = (
     "strided",
 )
 TENSORS = ("q", "k", "v", "dout")
+# Beyond these, a file is damaged: no machine holds such a tensor, or such a tuple of lengths.
+MOST_ELEMENTS, MOST_ENTRIES = 2**36, 2**24
 _SIZES = ("B", "H", "Hk", "M", "N", "D", "Dv")
 
 
@@ -100,6 +102,16 @@ class Problem(Call):
             least = 1 if name in ("H", "Hk", "D", "Dv") else 0
             if not least <= value < 2**63:
                 raise ValueError(f"{name} is {value}; needs to be in [{least}, 2**63)")
+        if self.B > MOST_ENTRIES:
+            raise ValueError(f"B is {self.B}; needs at most {MOST_ENTRIES}")
+        for name, heads, length, width in (
+            ("q", self.H, self.M, self.D), ("k", self.Hk, self.N, self.D),
+            ("v", self.Hk, self.N, self.Dv), ("dout", self.H, self.M, self.Dv),
+        ):  # fmt: skip
+            if (elements := self.B * heads * length * width) > MOST_ELEMENTS:
+                raise ValueError(
+                    f"{name} has {elements:,} elements; needs at most {MOST_ELEMENTS:,}"
+                )
         if self.H % self.Hk:
             raise ValueError(f"H is {self.H}; needs a multiple of Hk = {self.Hk}")
         for name in ("inputs", "dout", "dlse", "dirty", "config", "alibi", "bias", "sinks"):

@@ -95,7 +95,7 @@ class Experiment:
                 record["experiment"], Problem.from_record(record["problem"]),
                 tuple(int(x) for x in record.get("numbers", ())),
             )  # fmt: skip
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"experiment is {text[:80]!r} ({error}); needs its JSON") from None
         if found.name not in EXPERIMENTS:
             raise ValueError(f"experiment is {found.name!r}; needs one of {tuple(EXPERIMENTS)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -11,37 +10,13 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScheduling
 
-from fa_verify.pytest_plugin.regression_files import FORMS
+from fa_verify.pytest_plugin.turns import full_name, turn
 
 __all__ = ["Dealing"]
 
 # Number of tests sent to a worker ahead: xdist's workers run a test once they have the next one.
 AHEAD = 2
 SHARED = 'scope="module"'
-# Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, all rows of
-# long sequences take up to 30 s, and caches and score modifications, whose kernels no other test
-# compiles, up to 150 s. The others start processes, or wait for half of a GPU's memory. They come
-# before all but the forms of masks: in another order they end last, while most workers have no more
-# tests. Samples of the rows of long sequences take seconds, and come among the others: begun
-# together, they fill a GPU of 80 GB.
-LONGEST = (
-    "mutation/test_faults.py",
-    "conformance/test_long.py::test_long_sequences",
-    "conformance/test_range.py",
-    "conformance/test_state.py",
-    "conformance/test_caches.py",
-    "conformance/test_score_mods.py",
-    "conformance/test_claims.py::test_claim[G1-modified_scores",
-    "conformance/test_claims.py::test_claim[dbias",
-    "conformance/test_claims.py::test_claim[dsinks",
-    "unit/fa_verify/",
-    "unit/repository/test_docs.py",
-    "unit/repository/test_installation.py",
-    "unit/fa_kernels/",
-)
-# Neighbours among these tests use the same kernels. In order of names, many workers would compile
-# one at the same time.
-SPREAD = "conformance/"
 # The shard in the name of a test. Tests of a shard use the same kernels.
 _SHARD = re.compile(r"\b(?:fp16|bf16|fp32|fp64)-[\w-]+-d\d+\b")
 # All tests of this file use the same kernels, but for the dtype, which ends their names.
@@ -56,9 +31,9 @@ class Dealing(LoadScheduling):
     xdist's own scheduler sends a worker more and more tests while they are short. If long tests are
     among hundreds of tests that one worker has received, it runs them alone at the end.
 
-    Conformance tests are dealt in an order without a pattern, the same in every run. A worker gets
-    the next test for which it need not wait, if there is one: no other worker may be compiling its
-    kernels, or reserve memory as it does.
+    Tests are dealt in the order of ``turns``. A worker gets the next test for which it need not
+    wait, if there is one: no other worker may be compiling its kernels, or reserve memory as it
+    does.
 
     Tests of a file with fixtures of module scope go to one worker, because another worker would set
     the fixtures up again.
@@ -79,10 +54,7 @@ class Dealing(LoadScheduling):
                 return
             self.collection = next(iter(self.node2collection.values()))
             tests = self.collection
-            self.pending[:] = sorted(
-                range(len(tests)),
-                key=lambda i: (FORMS not in tests[i], *_turn(tests[i])),
-            )
+            self.pending[:] = sorted(range(len(tests)), key=lambda i: turn(self._name(i)))
         # One test per worker at a time, so that the long tests at the start spread over workers.
         for ahead in range(1, AHEAD + 1):
             for node in self.nodes:
@@ -101,16 +73,18 @@ class Dealing(LoadScheduling):
         if not self.pending:
             node.shutdown()
 
+    def _name(self, test: int) -> str:
+        return full_name((self.collection or [])[test], self.config.rootpath)
+
     def _bring_forward(self, node: Any) -> None:
         """Put first the next test that need not wait for those of other workers."""
-        tests = self.collection or []
         held = {
-            _apart(tests[i])
+            _apart(self._name(i))
             for other, of_other in self.node2pending.items()
             if other is not node
             for i in of_other
         } - {""}
-        places = (n for n, i in enumerate(self.pending) if _apart(tests[i]) not in held)
+        places = (n for n, i in enumerate(self.pending) if _apart(self._name(i)) not in held)
         self.pending.insert(0, self.pending.pop(next(places, 0)))
 
     def _together(self) -> int:
@@ -141,11 +115,3 @@ def _apart(test: str) -> str:
         return f"{_CACHES} {parameters[-5:]}"
     found = _SHARD.search(parameters)
     return "" if found is None else found[0]
-
-
-def _turn(test: str) -> tuple[int, int]:
-    """Return the place of a test in ``LONGEST``, and one that spreads similar tests."""
-    place = next((n for n, path in enumerate(LONGEST) if path in test), len(LONGEST))
-    if SPREAD not in test:
-        return place, 2**32
-    return place, zlib.crc32(test.encode())

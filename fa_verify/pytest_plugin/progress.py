@@ -1,7 +1,7 @@
 """A pytest plugin that prints how far a run is, and how long it will still take.
 
 The time left is that of the tests that have not ended, shared by the workers. A test is expected to
-take as long as the other tests of its function did on average.
+take as long as the other tests of its function and one like the mean did on average.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fa_verify.pytest_plugin.regression_files import is_regression
+from fa_verify.pytest_plugin.turns import full_name, is_long
 
 __all__ = ["Estimate", "Progress", "clock"]
 
@@ -20,34 +24,69 @@ __all__ = ["Estimate", "Progress", "clock"]
 ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
 # A test that takes fewer seconds than this was skipped.
 SKIPPED = 0.05
+# The least number of tests from which the time of others is estimated.
+LEAST = 5
 
 
 class Estimate:
-    """Estimates the time that tests will take from the time that others took."""
+    """Estimates the time that tests will take from the time that others took.
 
-    def __init__(self) -> None:
+    Args:
+        workers: Number of processes that run tests.
+        root: Folder to which the ids of tests are relative.
+    """
+
+    def __init__(self, workers: int, root: Path) -> None:
         self.left: dict[str, None] = {}
         self.total = 0
+        self._workers = workers
+        self._root = root
         self._took: dict[str, list[float]] = defaultdict(list)
+        # The time of tests that are a sample of those to come.
+        self._sample: list[float] = []
+        self._warm = 0
+        self._started: dict[str, float] = {}
 
     def collected(self, tests: Sequence[str]) -> None:
         """Note the ids of all tests. Later calls, by other workers, change nothing."""
         if not self.total:
             self.left, self.total = dict.fromkeys(tests), len(tests)
 
+    def started(self, test: str, now: float) -> None:
+        """Note that a test starts, and when."""
+        self._started[test] = now
+
     def ended(self, test: str, seconds: float) -> None:
         """Note that a test has ended, and what it took."""
-        if test in self.left:
-            del self.left[test]
-            self._took[_function(test)].append(seconds)
+        self._started.pop(test, None)
+        if test not in self.left:
+            return
+        del self.left[test]
+        if seconds > SKIPPED and self._warm < self._workers:
+            # The first test of a process waits for imports and caches.
+            self._warm += 1
+            return
+        self._took[_function(test)].append(seconds)
+        name = full_name(test, self._root)
+        if not (is_long(name) or is_regression(name)):
+            self._sample.append(seconds)
 
-    def seconds(self, workers: int) -> float | None:
-        """Return the expected seconds to the end; None while only skipped tests have ended."""
-        means = {name: sum(times) / len(times) for name, times in self._took.items()}
-        if max(means.values(), default=0.0) < SKIPPED:
+    def seconds(self, now: float) -> float | None:
+        """Return the expected seconds to the end; None while too few tests have ended."""
+        if len(self._sample) < LEAST or max(self._sample) < SKIPPED:
             return None
-        other = sum(means.values()) / len(means)
-        return sum(means.get(_function(test), other) for test in self.left) / workers
+        mean = sum(self._sample) / len(self._sample)
+        total = longest = 0.0
+        for test in self.left:
+            took = self._took.get(_function(test), ())
+            expected = (sum(took) + mean) / (len(took) + 1)
+            if test in self._started:
+                passed = now - self._started[test]
+                # A test that takes longer than expected may last as long again.
+                expected = expected - passed if passed < expected else passed
+                longest = max(longest, expected)
+            total += expected
+        return max(total / self._workers, longest)
 
 
 class Progress:
@@ -55,7 +94,8 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.estimate = Estimate()
+        workers = getattr(config.option, "numprocesses", None) or 1
+        self.estimate = Estimate(workers, config.rootpath)
         self.failed = 0
         self.started = time.monotonic()
         self._took: dict[str, float] = defaultdict(float)
@@ -67,11 +107,9 @@ class Progress:
         passed = time.monotonic() - self.started
         if not self.estimate.total:
             return f"{clock(passed)}: collecting tests"
-        workers = getattr(self.config.option, "numprocesses", None) or 1
-        left = self.estimate.seconds(workers)
+        left = self.estimate.seconds(time.monotonic())
         done = self.estimate.total - len(self.estimate.left)
         line = f"{clock(passed)}: {done} of {self.estimate.total} tests, {self.failed} failed"
-        # The last tests may look for causes for longer than any test before took.
         return line if left is None or left < 1 else f"{line}, about {clock(left)} left"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -82,6 +120,10 @@ class Progress:
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """Note the tests that a worker has collected."""
         self.estimate.collected(ids)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note when a test starts."""
+        self.estimate.started(nodeid, time.monotonic())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a test when it is torn down, or when its worker died."""
@@ -110,7 +152,7 @@ class Progress:
 
     def _print(self) -> None:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is None:
+        if terminal is None or self.config.option.fa_replay is not None:
             return
         while not self._done.wait(ON_A_TERMINAL if terminal.isatty else IN_A_LOG):
             terminal.ensure_newline()

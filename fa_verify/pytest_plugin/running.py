@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
     large_memory,
+    larger_than_the_machine,
     leaves_room,
     limit_memory,
     spare_memory,
@@ -142,6 +144,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if text is not None:
         try:
             config.stash[REPLAY] = call_from_json(text)
+            if not ON_GPU and (too_large := larger_than_the_machine(config.stash[REPLAY])):
+                raise ValueError(too_large)
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")
@@ -204,9 +208,8 @@ def _load_subject(config: pytest.Config) -> None:
 def _shows_progress(config: pytest.Config) -> bool:
     """Return whether the command fa-verify runs in this process, and shows no test by name."""
     by_command = config.rootpath == CONFORMANCE and not hasattr(config, "workerinput")
-    # --fa-minutes has a line of progress of its own, a replay a single test.
-    alone = config.getoption("--fa-replay") is not None or minutes_of(config) is not None
-    return by_command and not alone and not config.option.verbose
+    # --fa-minutes has a line of progress of its own.
+    return by_command and minutes_of(config) is None and config.option.verbose <= 0
 
 
 def _choose_replay_line(config: pytest.Config) -> None:
@@ -217,7 +220,11 @@ def _choose_replay_line(config: pytest.Config) -> None:
     # The command fa-verify makes this the root.
     elif config.rootpath == CONFORMANCE:
         form = replay_line.COMMAND
-    replay_line.set_form(form, ["forward-only"] if config.getoption("--fa-forward-only") else [])
+    more = ["forward-only"] if config.getoption("--fa-forward-only") else []
+    assumed = config.getoption("--fa-assume")
+    if assumed not in (None, "{}"):
+        more.append(f"assume={shlex.quote(assumed)}")
+    replay_line.set_form(form, more)
 
 
 def _set_up_elsewhere(config: pytest.Config) -> None:

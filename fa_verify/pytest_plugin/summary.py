@@ -21,12 +21,16 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.problems.mask_examples import pictures
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
-from fa_verify.session import device_of, is_ours, is_whole, mask_of, subject_of
+from fa_verify.session import CONFORMANCE, device_of, is_ours, is_whole, mask_of, subject_of
 
 __all__ = ["REPLAY", "Summary"]
 
 # The problem of --fa-replay.
 REPLAY = pytest.StashKey[Call]()
+# In a run of the command without -v: the lines of the header that are shown beside the device, and
+# the most reasons for which problems were not judged.
+_SHOWN_IN_BRIEF = ("attention: subject", "attention: masks")
+_MOST_REASONS = 3
 
 
 class Summary:
@@ -81,6 +85,16 @@ class Summary:
             lines.append(f"attention: replaying {config.stash[REPLAY].to_json()}")
         return lines
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Print device, versions and subject where the command leaves out pytest's header."""
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is None or not _is_brief(session.config):
+            return
+        device, *others = self.pytest_report_header(session.config)
+        for line in (device, *(x for x in others if x.startswith(_SHOWN_IN_BRIEF))):
+            terminal.write_line(line.removeprefix("attention: "))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         """Send a worker's counts to the controller; fail a run whose problems all were refused."""
@@ -119,13 +133,20 @@ class Summary:
                 terminalreporter.write_line(f"no picture: {type(error).__name__}: {error}")
         if not (self.tally.problems or self.tally.unsupported):
             return
-        terminalreporter.section("attention verification")
-        if not is_ours(config):
-            subject = subject_of(config)
-            terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
-        for line in self.tally.lines():
+        brief = _is_brief(config)
+        if brief:
+            terminalreporter.write_line("")
+            holds = not terminalreporter.stats.keys() & {"failed", "error"}
+            lines = [*(self.tally.table() if holds else ()), *self.tally.counts(_MOST_REASONS)]
+        else:
+            terminalreporter.section("attention verification")
+            if not is_ours(config):
+                subject = subject_of(config)
+                terminalreporter.write_line(f"{subject.name} declares {subject.declared()}")
+            lines = [*self.tally.lines()]
+        for line in lines:
             terminalreporter.write_line(line)
-        if is_whole(config):
+        if is_whole(config) and not brief:
             possible = possible_cells(subject_of(config), device_of(config))
             for line in coverage_lines(self.tally.coverage(possible)):
                 terminalreporter.write_line(line)
@@ -138,6 +159,11 @@ class Summary:
                 f"{len(self.compiled):,} kernels compiled in {self.compiled.total():,} "
                 f"compilations, which took {self.compiling:,.0f} s"
             )
+
+
+def _is_brief(config: pytest.Config) -> bool:
+    """Return whether the command fa-verify runs without -v."""
+    return config.rootpath == CONFORMANCE and config.option.verbose < 0
 
 
 def _version(package: str) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,13 +23,17 @@ from fa_verify.properties.inputs.tensors import make
 
 __all__ = [
     "FAR",
+    "OTHER_FILL",
     "arena_of",
     "far_offsets",
     "full_overwrite",
     "gradient_sets",
     "reads_in_bounds",
+    "reasons_of_nan",
 ]
 
+# A value of uninitialised memory beside NaN, exact in every dtype.
+OTHER_FILL = -2.75
 # The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
 # row exceeds int32 too.
@@ -46,19 +50,43 @@ _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE exists from Python 3.13 on
 def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     """G6: every element of every output is written, and nothing outside of the outputs.
 
-    Runs the problem again with every allocation filled with NaN and surrounded by guard bands. Does
-    not cover allocations inside a library's own operators.
+    Runs the problem again with every allocation filled with NaN and surrounded by guard bands.
+    Where that gives NaN, a run with another value in the allocations says why. Does not cover
+    allocations inside a library's own operators.
     """
     with GuardBands() as guards:
         again = run_subject(trial.subject, trial.problem, trial.inputs)
+    nans = {
+        name: value.isnan() & ~want.isnan()
+        for name, value, want in zip(OUTPUTS, again, trial.want, strict=True)
+        if value is not None
+    }
     findings: list[Finding] = []
-    for name, value, want in zip(OUTPUTS, again, trial.want, strict=True):
-        if value is None:
-            continue
-        unwritten = value.isnan() & ~want.isnan()
-        claim = "is not written everywhere: elements still hold the NaN of their allocation"
-        findings += found_where(trial, name, unwritten, value, want, G6, claim)
+    if any(bool(x.any()) for x in nans.values()):
+        with GuardBands(fill=OTHER_FILL):
+            other = run_subject(trial.subject, trial.problem, trial.inputs)
+        for name, nan in nans.items():
+            value, want = getattr(again, name), getattr(trial.want, name)
+            for bad, claim in reasons_of_nan(nan, getattr(other, name)):
+                findings += found_where(trial, name, bad, value, want, G6, claim)
     return findings + [_overrun(trial, again, found) for found in guards.overruns()]
+
+
+def reasons_of_nan(nan: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield why elements of a result are NaN if allocations hold NaN, as masks and claims.
+
+    Args:
+        nan: Bool, the elements.
+        other: The same result, with ``OTHER_FILL`` in the allocations.
+    """
+    unwritten, written = nan & (other == OTHER_FILL), nan & other.isnan()
+    yield unwritten, "is not written everywhere: elements still hold the NaN of their allocation"
+    yield written, "is NaN, which the kernel writes: other values in its allocations change nothing"
+    yield (
+        nan & ~unwritten & ~written,
+        "is computed from memory that is not written: it is NaN if allocations hold NaN, and "
+        "another value if they do not",
+    )
 
 
 def gradient_sets(trial: AttentionTrial) -> list[Finding]:

@@ -16,6 +16,7 @@ from fa_verify.oracles.guarantee import G1, G4, G5, G6, G7, G8, G9, G10, T3
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
+from fa_verify.properties.checks.memory import OTHER_FILL, reasons_of_nan
 from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.trial import AttentionTrial, run_pooled
@@ -207,10 +208,14 @@ def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     pool, size = _pool(trial.problem), pool_size(trial.subject, trial.problem)
     with GuardBands() as guards:
         got = run_pooled(trial.subject, trial.problem, trial.inputs, pool, size)
-    claim = "is not written everywhere: elements still hold the NaN of their allocation"
-    zeros = torch.zeros_like(got)
+    findings: list[Finding] = []
     guarantee = G6
-    findings = _found(trial, pool, got.isnan(), zeros, (got, zeros, zeros), guarantee, claim)
+    if (nan := got.isnan()).any():
+        with GuardBands(fill=OTHER_FILL):
+            other = run_pooled(trial.subject, trial.problem, trial.inputs, pool, size)
+        zeros = torch.zeros_like(got)
+        for bad, claim in reasons_of_nan(nan, other):
+            findings += _found(trial, pool, bad, zeros, (got, zeros, zeros), guarantee, claim)
     for found in guards.overruns():
         shape = tuple(found.tensor.shape)
         findings.append(

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 
+from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
 
 __all__ = [
     "free_memory",
     "large_memory",
+    "larger_than_the_machine",
     "leaves_room",
     "limit_memory",
     "no_room",
@@ -40,6 +42,18 @@ _ASKED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>bytes|[KMG]i
 
 _limit: int | None = None
 _waited = 0.0  # seconds that this process has waited for memory
+
+
+def larger_than_the_machine(call: Call) -> str:
+    """Return why the outputs of a call do not fit a CPU's memory in float64; empty if they do."""
+    needed = 8 * sum(call.elements.values())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if call.device != "cpu" or needed <= there:
+        return ""
+    return (
+        f"the outputs of the problem take {needed / _GIB:,.0f} GiB in float64; "
+        f"this machine has {there / _GIB:,.0f} GiB"
+    )
 
 
 def limit_memory(gib: float, processes: int) -> None:

@@ -22,7 +22,7 @@ def set_form(form: tuple[str, str, str], more: Sequence[str] = ()) -> None:
 
     Args:
         form: SHORT, PLUGIN or COMMAND.
-        more: Further options of the run, by name.
+        more: Further options of the run, by name, with their quoted values.
     """
     global _form, _more
     _form, _more = form, tuple(more)

@@ -181,34 +181,14 @@ class Tally:
             found[family] = (before[0] + count, before[1] + limited)
         return dict(sorted(found.items()))
 
-    def lines(self) -> Iterable[str]:
+    def lines(self) -> Iterator[str]:
         """Yield the summary: a table of the worst error/bound, the worst problems, the counts."""
-        labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
-        yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
-        yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
-        judged = dict.fromkeys(key.split()[0] for key in self.worst)
-        # Those that a kernel of attention does not return have a row that says so.
-        names = dict.fromkeys((*(x for x in OUTPUTS if self.attends or x in judged), *judged))
-        for name in names:
-            cells = (self.worst.get(f"{name} {label}") for label in labels)
-            yield name.ljust(20) + "".join(
-                ("-" if cell is None else ratio_text(cell[0])).rjust(9) for cell in cells
-            )
-        for name in names:
+        yield from self.table()
+        for name in self._names():
             found = [value for key, value in self.worst.items() if key.split()[0] == name]
             if found:
                 yield f"worst {name}: {max(found)[1]}"
-        several = sum(several for _, several in self.problems.values())
-        refused = sum(map(len, self.unsupported.values()))
-        yield (
-            f"{len(self.problems)} distinct problems judged on all outputs, {several} of them "
-            f"spanning several tiles both ways; {len(self.out_of_range)} drawn out of range; "
-            f"{refused} unsupported ({100 * refused / max(1, refused + len(self.problems)):.0f} %)"
-        )
-        for reason, digests in sorted(self.unsupported.items()):
-            yield f"  unsupported, {len(digests)}: {reason}"
-        for what, digests in sorted(self.not_asked.items()):
-            yield f"not asked in {len(digests)} problems: {what}"
+        yield from self.counts()
         by_family = self.by_limits()
         limited = sum(part for _, part in by_family.values())
         shares = ", ".join(f"{x} {part / n:.0%}" for x, (n, part) in by_family.items() if part)
@@ -218,6 +198,45 @@ class Tally:
                 f"{limited:,} of them to limits of independent roundings"
                 f"{': ' if shares else ''}{shares}"
             )
+
+    def table(self) -> Iterator[str]:
+        """Yield the worst error/bound of each output, by dtype."""
+        labels = [x for x in ("fp16", "bf16", "fp32", "tf32", "fp64") if self._count(x)]
+        yield "worst error/bound".ljust(20) + "".join(label.rjust(9) for label in labels)
+        yield "problems".ljust(20) + "".join(str(self._count(x)).rjust(9) for x in labels)
+        for name in self._names():
+            cells = (self.worst.get(f"{name} {label}") for label in labels)
+            yield name.ljust(20) + "".join(
+                ("-" if cell is None else ratio_text(cell[0])).rjust(9) for cell in cells
+            )
+
+    def _names(self) -> Iterable[str]:
+        """Return the names of outputs. Those that a kernel of attention does not return are too."""
+        judged = dict.fromkeys(key.split()[0] for key in self.worst)
+        return dict.fromkeys((*(x for x in OUTPUTS if self.attends or x in judged), *judged))
+
+    def counts(self, most: int | None = None) -> Iterator[str]:
+        """Yield the counts of problems, and ``most`` reasons why others were not judged, or all."""
+        several = sum(several for _, several in self.problems.values())
+        refused = sum(map(len, self.unsupported.values()))
+        yield (
+            f"{len(self.problems)} distinct problems judged on all outputs, {several} of them "
+            f"spanning several tiles both ways; {len(self.out_of_range)} drawn out of range; "
+            f"{refused} unsupported ({100 * refused / max(1, refused + len(self.problems)):.0f} %)"
+        )
+        reasons = [
+            *(
+                f"  unsupported, {len(x)}: {reason}"
+                for reason, x in sorted(self.unsupported.items())
+            ),
+            *(
+                f"not asked in {len(x)} problems: {what}"
+                for what, x in sorted(self.not_asked.items())
+            ),
+        ]
+        yield from reasons[:most]
+        if most is not None and len(reasons) > most:
+            yield f"  {len(reasons) - most} other reasons"
 
     def _count(self, label: str) -> int:
         return sum(found == label for found, _ in self.problems.values())

@@ -12,6 +12,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import checks_of, in_turn
 from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.execution.large_memory import larger_than_the_machine
 from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
@@ -152,6 +153,8 @@ def test_regression(runner, device, replayed, path, record_property):
         pytest.skip(str(reason))
     except ValueError as damage:
         pytest.fail(str(damage), pytrace=False)
+    if device == "cpu" and (too_large := larger_than_the_machine(problem)):
+        pytest.skip(f"{path}: {too_large}")
     if problem.kind not in kinds_of(runner.subject):
         pytest.skip(f"{runner.subject.name} takes no {problem.kind}")
     # Its inputs and dtype show the fault for which it was stored, and may have no part in this one.

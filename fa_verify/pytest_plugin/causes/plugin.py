@@ -10,7 +10,7 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
+from fa_verify.pytest_plugin.causes.verdict import (
+    Counts,
+    Explained,
+    explained,
+    fitted,
+    verdict,
+)
 from fa_verify.session import (
     CONFORMANCE,
     NOT_ASKED,
@@ -36,9 +42,11 @@ from fa_verify.session import (
 
 __all__ = ["Causes"]
 
-# Names of the properties of a report: the numbers of causes, and the number of problems judged
-# beyond them.
-_CAUSES, _BEYOND = "causes", "beyond causes"
+# Names of the properties of a report: the numbers of causes, the number of problems judged beyond
+# them, and the messages of a replay.
+_CAUSES, _BEYOND, _MESSAGES = "causes", "beyond causes", "messages"
+# Most reasons for which parts of passed tests are not asked.
+_MOST_PARTS = 2
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
 
@@ -63,6 +71,9 @@ class Causes:
         # The parts that passed tests did not ask, with the reasons, in order.
         self._parts: dict[str, None] = {}
         self._beyond = 0
+        # The messages of a failed replay, which is not searched for causes.
+        self._replays = config.option.fa_replay is not None
+        self._messages: list[str] = []
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -75,7 +86,8 @@ class Causes:
         try:
             return (yield)
         except Violation as violation:
-            self._explain(pyfuncitem, violation)
+            if not self._replays:
+                self._explain(pyfuncitem, violation)
             raise
 
     def _explain(self, item: pytest.Function, violation: Violation) -> None:
@@ -149,6 +161,8 @@ class Causes:
         if isinstance(error, Violation) and error.causes:
             report.user_properties.append((_CAUSES, sorted({*error.causes})))
             report.user_properties.append((_BEYOND, error.beyond))
+        elif isinstance(error, Violation) and self._replays:
+            report.user_properties.append((_MESSAGES, [x.told for x in error.findings]))
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -161,6 +175,7 @@ class Causes:
             told = dict(report.user_properties)
             numbers = told.get(_CAUSES, ())
             self._beyond += told.get(_BEYOND, 0)
+            self._messages += told.get(_MESSAGES, ())
             for number in numbers:
                 self._tests.setdefault(number, []).append(report.nodeid)
             if not numbers:
@@ -196,23 +211,21 @@ class Causes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self) -> Generator[None, None, None]:
-        """Let the verdict stand for failures that it explains, unless -v or --tb asks for them.
+        """Let the verdict stand for the failures of conformance tests, unless -v or --tb is given.
 
-        Runs before the terminal prints its summary. A single failure is printed at length.
+        Runs before the terminal prints its summary.
         """
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         option = self.config.option
         quiet = option.verbose <= 0 and option.tbstyle == "auto" and not option.usepdb
-        many = self.counts().failed > 1 and option.fa_replay is None
-        if terminal is not None and many and quiet and self._all_explained(terminal):
+        if terminal is not None and quiet and self._all_ours(terminal):
             option.tbstyle = "no"
             terminal.reportchars = ""
         yield
 
-    def _all_explained(self, terminal: Any) -> bool:
+    def _all_ours(self, terminal: Any) -> bool:
         failed = [x.nodeid for x in terminal.getreports("failed") + terminal.getreports("error")]
-        there = {name for names in self._tests.values() for name in names}
-        return {*failed} <= there
+        return {*failed} <= {*self._outcomes}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -220,18 +233,39 @@ class Causes:
         if not self._outcomes or self.config.option.collectonly:
             return
         terminalreporter.section("verdict")
-        name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
-        assumed = assumed_by(self.config)
-        for line in verdict(name, self.counts(), self.explained(), assumed):
+        for line in self._lines():
             terminalreporter.write_line(line)
-        for why in self._parts:
-            terminalreporter.write_line(f"   not asked: {why}")
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the lines of the verdict."""
+        name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
+        full = self.config.option.verbose > 0
+        counts = self.counts()
+        if self._messages:
+            yield from _of_replay(name, self._messages, full=full)
+        else:
+            assumed = assumed_by(self.config)
+            yield from verdict(name, counts, self.explained(), assumed, full=full)
+        parts = [*self._parts]
+        most = len(parts) if full or len(parts) <= _MOST_PARTS + 1 else _MOST_PARTS
+        yield from (f"   not asked: {why}" for why in parts[:most])
+        if most < len(parts):
+            yield f"   not asked: {len(parts) - most} others"
+        if counts.failed:
+            yield ""
         if self._beyond:
-            terminalreporter.write_line("")
-            terminalreporter.write_line(
+            yield (
                 f"The failed checks drew again, without these causes: {self._beyond:,} problems, "
                 "no other cause."
             )
+        if counts.failed and not full:
+            by_command = self.config.rootpath == CONFORMANCE
+            ways = "-v after --" if by_command else "-v"
+            if not self._replays:
+                files = ("--json=FILE", "--report=DIR")
+                files = files if by_command else ("--fa-findings=FILE", "--fa-report=DIR")
+                ways = f"{ways}, or {' or '.join(files)}"
+            yield f"All messages: {ways}"
 
     def pytest_unconfigure(self) -> None:
         """Remove the folder that the processes shared."""
@@ -243,6 +277,17 @@ def _is_conformance(config: pytest.Config, report: pytest.TestReport) -> bool:
     """Return whether a report is of a conformance test."""
     path = (config.rootpath / report.nodeid.partition("::")[0]).resolve()
     return path.is_relative_to(CONFORMANCE)
+
+
+def _of_replay(name: str, messages: Sequence[str], *, full: bool) -> Iterator[str]:
+    """Yield the lines of a failed replay: its findings, those of the first guarantees in full."""
+    findings = [message.splitlines() for message in messages]
+    count = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
+    yield f"{name}  FAILED  {count} on this problem"
+    if full:
+        yield from (line for lines in findings for line in ("", *lines))
+    else:
+        yield from fitted(findings, [lines[0] for lines in findings], "{} other findings")
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "alike",
     "behaves_as",
     "explained",
+    "fitted",
     "if_intended",
     "looks_like",
     "title",
@@ -179,7 +180,12 @@ def alike(message: str) -> str:
 
 
 def verdict(
-    name: str, counts: Counts, causes: Sequence[Explained], assumed: Sequence[str] = ()
+    name: str,
+    counts: Counts,
+    causes: Sequence[Explained],
+    assumed: Sequence[str] = (),
+    *,
+    full: bool = False,
 ) -> Iterator[str]:
     """Yield the lines of the verdict, without a trailing empty line.
 
@@ -188,6 +194,7 @@ def verdict(
         counts: The counts of the run.
         causes: The causes, see ``explained``.
         assumed: Phrases for what the run left out without a declaration of the kernel.
+        full: Whether to yield all lines of all causes; else they fit a screen.
     """
     total = counts.failed + counts.hold
     skipped = sum(counts.reasons.values())
@@ -209,18 +216,60 @@ def verdict(
         f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "
         f"{counts.failed:,} failed, {counts.hold:,} {holds}{not_asked}"
     )
-    for number, one in enumerate(causes, 1):
-        yield ""
-        yield from _of_cause(number, one, counts.failed)
+    blocks = [[*_of_cause(number, one, counts.failed)] for number, one in enumerate(causes, 1)]
+    if full:
+        yield from (line for block in blocks for line in ("", *block))
+        return
+    replays = ["" if x.cause is None else f"    {x.cause.replay}" for x in causes]
+    short = [f"{block[0]}{replay}" for block, replay in zip(blocks, replays, strict=True)]
+    rest = "{} other causes"
+    yield from fitted(blocks, short, rest)
+
+
+# Lines of a screen for causes or findings, and those of them that stand in one line each.
+_LINES, _SHORT = 24, 7
+# Characters of a message of a failure without a cause.
+_WIDTH = 200
+
+
+def fitted(
+    blocks: Sequence[Sequence[str]], short: Sequence[str], rest: str, lines: int = _LINES
+) -> Iterator[str]:
+    """Yield as many blocks as fit, the next ones in a line each, and the number of the others.
+
+    The first block is yielded whatever its length. An empty line comes before each block.
+
+    Args:
+        blocks: The lines of each block.
+        short: A line for each block.
+        rest: The line for the others, with a place for their number.
+        lines: The most lines to yield.
+    """
+    shown = used = 0
+    for block in blocks:
+        others = len(blocks) - shown - 1
+        below = min(others, _SHORT) + 1 + (others > _SHORT) if others else 0
+        if shown and used + 1 + len(block) + below > lines:
+            break
+        yield from ("", *block)
+        shown, used = shown + 1, used + 1 + len(block)
+    if shown == len(blocks):
+        return
+    yield ""
+    end = shown + _SHORT
+    yield from short[shown:end]
+    if end < len(blocks):
+        yield rest.format(len(blocks) - end)
 
 
 def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
     count = f"explains {len(one.tests):,} of {_plural(failed, 'failure')}"
     if one.cause is None:
-        first, *rest = one.message.splitlines()
-        yield f"{number:<3}{first}    {count}"
+        first, *rest = [line.strip() for line in one.message.splitlines() if line.strip()] or ["?"]
+        cut = first if len(first) <= _WIDTH else f"{first[:_WIDTH]} ..."
+        yield f"{number:<3}{cut}    {count}"
         yield f"   in {one.tests[0]}"
-        yield from (f"   {line.strip()}" for line in rest if "replay: " in line)
+        yield from [f"   {line}" for line in rest if "replay: " in line][:1]
         return
     cause = one.cause
     yield f"{number:<3}{title(cause)}    {count}"

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,24 @@ class Hunter(Runner):
         causes: The causes claimed in this run.
         clock: The deadline of the run.
         seconds: Duration of the turn in seconds. A turn tries at least ``FEWEST`` problems.
+        unkept: Receives the cause and the finding of a problem that cannot be written, and why.
     """
 
     def __init__(
-        self, runner: Runner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
+        self,
+        runner: Runner,
+        *,
+        folder: Path,
+        causes: Causes,
+        clock: Clock,
+        seconds: float,
+        unkept: Callable[[Cause, Finding, OSError], None],
     ) -> None:
         super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
         self.folder = folder
         self.causes = causes
         self.clock = clock
+        self.unkept = unkept
         self.end = time.monotonic() + seconds
         self.tried = 0
         self.cause: Cause | None = None
@@ -94,7 +104,11 @@ class Hunter(Runner):
             return [Cause.of(x) for x in super(Hunter, self).findings(here, claim)[:1]] == [cause]
 
         entry = CorpusEntry.of(finding, _versions())
-        keep(self.folder, entry, still_fails, lambda path: self.causes.note(cause, path))
+        try:
+            keep(self.folder, entry, still_fails, lambda path: self.causes.note(cause, path))
+        except OSError as error:
+            # Such as a full disk, which is no fault of the kernel. The run goes on.
+            self.unkept(cause, finding, error)
 
 
 def _versions() -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally, ratio_text
-from fa_verify.properties.search.corpus import CorpusEntry
+from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import Clock, seconds_of_a_turn
@@ -111,6 +111,9 @@ class Fuzzing:
         self._rotation: Any = None
         self._summarising = False
         self._deaths: dict[str, int] = {}
+        # The findings that could not be written, by cause, and why.
+        self._unkept: dict[str, str] = {}
+        self._why_unkept = ""
         self._done = threading.Event()
         if worker:
             # Ctrl-C on a terminal signals the whole process group. A group of its own protects a
@@ -126,7 +129,13 @@ class Fuzzing:
             causes=self.causes,
             clock=self.clock,
             seconds=seconds_of_a_turn(self.seconds, workers, self._drawing),
+            unkept=self._note_unkept,
         )
+
+    def _note_unkept(self, cause: Cause, finding: Finding, error: OSError) -> None:
+        """Note a finding that the corpus lacks, instead of a larger one of its cause."""
+        self._unkept[str(cause)] = _in_short(str(finding))
+        self._why_unkept = f"{type(error).__name__}: {error.strerror or error}"
 
     # In a worker.
 
@@ -159,6 +168,8 @@ class Fuzzing:
         report.user_properties = []
         if report.when == "call":
             report.user_properties.append(("tally", self.tally.hand_over()))
+            if self._unkept:
+                report.user_properties.append(("unkept", [self._why_unkept, {**self._unkept}]))
             if call.excinfo is not None and isinstance(call.excinfo.value, Violation):
                 found = [str(finding) for finding in call.excinfo.value.findings]
                 report.user_properties.append(("found", found))
@@ -179,6 +190,14 @@ class Fuzzing:
             terminal.stats.get("", []).clear()
         if "tally" in told:
             self.tally.add(told["tally"])
+        if "unkept" in told:
+            if not self._why_unkept:
+                self._say(
+                    f"{self.corpus} cannot be written, findings are kept here alone: "
+                    f"{told['unkept'][0]}"
+                )
+            self._why_unkept = told["unkept"][0]
+            self._unkept |= told["unkept"][1]
         if report.failed:
             self._say(f"failed: {report.nodeid.rpartition('::')[2]}")
             # The crash reports have put the problem of a dead worker into its report.
@@ -265,6 +284,12 @@ class Fuzzing:
                 continue
             terminalreporter.write_line(f"corpus: {shown} ({entry.cause})")
             terminalreporter.write_line(f"  {_in_short(entry.message)}")
+        if self._unkept:
+            terminalreporter.write_line(
+                f"{len(self._unkept)} not kept, {self.corpus}: {self._why_unkept}"
+            )
+        for message in self._unkept.values():
+            terminalreporter.write_line(f"  {message}")
         if files:
             terminalreporter.write_line("every run replays these first: commit them with the fix")
 

@@ -62,6 +62,15 @@ def old(q, k, v, *, mask, sm_scale):
     raise RuntimeError("Block pointers have been removed")
 
 
+def undeclared_and_wrong(q, k, v, *, mask, sm_scale):
+    return undeclared(q, k, v, mask=mask, sm_scale=sm_scale) * 1.01
+
+
+def nan(q, k, v, *, mask, sm_scale):
+    seen = mask.dense(*q.shape[:3], k.shape[2])
+    return torch.softmax((q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf), -1) @ v
+
+
 def hanging(q, k, v, *, mask, sm_scale):
     while k.shape[2] > 20:
         pass
@@ -127,11 +136,67 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_correct_kernel_holds(folder):
     done = run(folder, "check", "my.py:attention", *ACCURACY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "profile dev, 2 examples" in done.stdout or "profile dev, 20 examples" in done.stdout
     assert "subject attention, declares dtypes=('fp32',)" in done.stdout
+    assert "worst error/bound" in done.stdout
+    assert not re.search("rootdir|problems by path|worst out:|warnings summary", done.stdout)
+    assert len(done.stdout.splitlines()) <= 40
     assert sorted(path.name for path in folder.iterdir() if path.suffix) == [
         "conftest.py", "my.py", "pytest.ini",
     ]  # fmt: skip
+
+
+def test_all_of_pytest_is_printed_with_v(folder):
+    done = run(folder, "check", "my.py:broken", *ACCURACY, "-v")
+    assert done.returncode == 1, done.stdout + done.stderr
+    for part in ("rootdir: ", "= FAILURES =", "profile dev, 2", "worst out: ", "G1 accuracy: out"):
+        assert part in done.stdout
+
+
+def test_explain_fits_a_screen_and_shows_neither_source_nor_probing(folder):
+    """The kernel declares nothing, and 14 checks fail."""
+    problem = '{"version":1,"M":3,"N":90,"mask":{"type":"Mask","causal":true,"seqlens_k":[2]}}'
+    done = run(folder, "explain", "--kernel=my.py:nan", problem)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) <= 40
+    first = "my.py:nan  FAILED  "
+    assert first in done.stdout
+    assert "findings on this problem\n\nG1 accuracy: out of nan leaves the derived bound" in (
+        done.stdout
+    )
+    assert not re.search("probing|assert|def |traceback|test_replay|cause", done.stdout)
+    in_full = run(folder, "explain", "--kernel=my.py:nan", problem, "--", "-v").stdout
+    findings = int(done.stdout.partition(first)[2].split()[0])
+    assert len(re.findall(r"^  worst at|^  all elements", in_full, re.MULTILINE)) == findings > 9
+
+
+def test_a_replay_line_carries_what_was_assumed(folder):
+    done = run(folder, "check", "my.py:undeclared_and_wrong", *ACCURACY)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line, *_) = re.findall("fa-verify (explain .*)", done.stdout)
+    words = shlex.split(line)
+    (assumed,) = (json.loads(x.partition("=")[2]) for x in words if x.startswith("--assume="))
+    assert assumed["dtypes"] == ["fp32"]
+    again = run(folder, *words)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "probing" not in again.stdout
+    assert "declares dtypes=('fp32',)" in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ('{"version":1,"B":1000000000000}', "B is 1000000000000; needs at most 16777216"),
+        ('{"version":1,"M":10000000000}', "q has 160,000,000,000 elements; needs at most"),
+        ('{"version":1,"M":4000000000}', "in float64; this machine has"),
+        ('{"version":1,"mask":' + "[" * 100_000, "problem is nested too deeply"),
+    ],
+    ids=["B", "elements", "memory", "nested"],
+)
+def test_a_damaged_problem_ends_in_a_sentence(folder, problem, said):
+    done = run(folder, "explain", "--kernel=my.py:attention", problem)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 def test_a_problem_holds_that_one_check_cannot_be_asked_of(folder):
@@ -283,7 +348,7 @@ def test_a_kernel_of_pages_is_judged_and_its_failure_replays(folder):
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert f"replay: fa-verify {line}" in again.stdout
+    assert "my.py:broken  FAILED  " in again.stdout
     healthy = run(folder, *shlex.split(line.replace("broken", "decode")))
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
@@ -310,7 +375,7 @@ def test_findings_have_a_status_and_a_line_that_explain_takes(folder):
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert f"replay: fa-verify {line}" in again.stdout
+    assert "my.py:broken  FAILED  " in again.stdout
 
 
 def test_gradients_are_not_verified_with_forward_only(folder):

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa_verify.pytest_plugin.dealing import AHEAD, LONGEST, Dealing
+from fa_verify.pytest_plugin.dealing import AHEAD, Dealing
 from fa_verify.pytest_plugin.running import pytest_xdist_make_scheduler
+from fa_verify.pytest_plugin.turns import LONGEST, SAMPLE, full_name, is_long, turn
+from fa_verify.session import CONFORMANCE
 from tests.unit.fa_verify.fuzz.test_fuzzing import Worker
 
 ALONE = [f"test_alone.py::test[{i}]" for i in range(20)]
@@ -88,6 +90,30 @@ def test_neighbours_among_conformance_tests_are_dealt_apart(deal):
     assert neighbours < len(tests) / 5
     # Others keep their order, after them.
     assert orders[0][-len(ALONE) :] == [*range(len(ALONE))]
+
+
+def test_the_command_deals_in_the_order_of_a_checkout():
+    """Its ids have no folder: their root is that of the conformance tests."""
+    ids = [f"test_{x}.py::test[{i}]" for x in ("claims", "long", "state") for i in range(40)]
+    names = [full_name(x, CONFORMANCE) for x in ids]
+    assert names == [f"conformance/{x}" for x in ids]
+    assert full_name("tests/conformance/test_a.py", Path("/")) == "tests/conformance/test_a.py"
+    assert [*map(is_long, names)] == ["state" in x for x in ids]
+    dealt = sorted(names, key=turn)
+    assert dealt != sorted(names)
+    sample = [*itertools.takewhile(lambda x: turn(x)[2] < 0, dealt)]
+    assert len(ids) / SAMPLE / 3 < len(sample) < len(ids) / SAMPLE * 3
+    long = [i for i, x in enumerate(dealt) if is_long(x) and x not in sample]
+    assert long == [*range(len(sample), len(sample) + len(long))]
+
+
+def test_regressions_come_first_and_a_quick_run_keeps_its_order():
+    regression = "conformance/test_replay.py::test_regression[mine]"
+    assert min([f"conformance/test_{i}.py::test" for i in range(40)] + [regression], key=turn) == (
+        regression
+    )
+    quick = [f"conformance/test_quick.py::test[{i:03}-fp16]" for i in range(40)]
+    assert sorted(quick, key=turn) == quick
 
 
 def test_two_workers_have_no_tests_of_one_shard_while_there_are_others(deal):

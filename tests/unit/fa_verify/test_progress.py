@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fa_verify.pytest_plugin.progress import Estimate, Progress, clock
+from fa_verify.pytest_plugin.progress import LEAST, Estimate, Progress, clock
 from tests.unit.fa_verify.test_command import folder, run
 
 __all__ = ["folder"]
@@ -15,38 +16,82 @@ __all__ = ["folder"]
 TESTS = [*(f"a.py::test_long[{i}]" for i in range(4)), "a.py::test_quick", "a.py::test_other"]
 
 
-def test_tests_are_expected_to_take_what_others_of_their_function_took():
-    estimate = Estimate()
-    estimate.collected(TESTS)
+FAST = [f"a.py::test_fast[{i}]" for i in range(LEAST + 3)]
+
+
+def estimate_of(tests, workers=1):
+    estimate = Estimate(workers, Path("/"))
+    estimate.collected(tests)
     estimate.collected(["of another worker"])
-    assert estimate.seconds(1) is None
-    estimate.ended("a.py::test_quick", 0.0)
-    assert estimate.seconds(1) is None
-    estimate.ended(TESTS[0], 10.0)
+    return estimate
+
+
+def test_tests_are_expected_to_take_what_others_of_their_function_took():
+    estimate = estimate_of([*FAST, *TESTS])
+    # The first test of a process takes longer, and says nothing about the others.
+    estimate.ended(FAST[0], 100.0)
+    for test in FAST[1:LEAST]:
+        estimate.ended(test, 2.0)
+        assert estimate.seconds(0.0) is None
+    estimate.ended(FAST[LEAST], 2.0)
     estimate.ended("of another worker", 99.0)
-    # Three of 10 s, and one like the mean of the functions.
-    assert estimate.seconds(1) == 3 * 10.0 + 5.0
-    assert estimate.seconds(2) == 17.5
-    assert (len(estimate.left), estimate.total) == (4, 6)
+    # Two of 2 s, and six that are expected to be like the mean.
+    assert estimate.seconds(0.0) == 8 * 2.0
+    estimate.ended(TESTS[0], 12.0)
+    mean = (LEAST * 2.0 + 12.0) / (LEAST + 1)
+    fast, long = (LEAST * 2.0 + mean) / (LEAST + 1), (12.0 + mean) / 2
+    assert estimate.seconds(0.0) == pytest.approx(2 * fast + 3 * long + 2 * mean)
+    assert (len(estimate.left), estimate.total) == (7, len(FAST) + len(TESTS))
+
+
+def test_skipped_tests_say_nothing_while_there_are_no_others():
+    estimate = estimate_of(FAST)
+    for test in FAST[:-1]:
+        estimate.ended(test, 0.0)
+    assert estimate.seconds(0.0) is None
+
+
+def test_regressions_and_long_tests_say_nothing_about_others():
+    others = ["a.py::test_regression[x]", "conformance/test_state.py::test_a"]
+    estimate = estimate_of([*FAST, *others])
+    for test in FAST[: LEAST + 1]:
+        estimate.ended(test, 1.0)
+    for test in others:
+        estimate.ended(test, 500.0)
+    assert estimate.seconds(0.0) == 2.0
+
+
+def test_a_test_that_runs_for_long_may_run_as_long_again():
+    estimate = estimate_of(FAST, workers=2)
+    for test in FAST[:-1]:
+        estimate.ended(test, 1.0)
+    assert estimate.seconds(100.0) == 0.5
+    estimate.started(FAST[-1], 100.0)
+    # A test runs in one process.
+    assert estimate.seconds(100.25) == 0.75
+    assert estimate.seconds(130.0) == 30.0
 
 
 def test_a_line_counts_tests_and_failures_once():
-    progress = Progress(SimpleNamespace(option=SimpleNamespace(numprocesses=2)))
+    progress = Progress(SimpleNamespace(option=SimpleNamespace(numprocesses=2), rootpath=Path("/")))
     assert progress.line() == "0:00: collecting tests"
-    progress.estimate.collected(TESTS)
+    progress.estimate.collected(FAST + TESTS)
+    for test in FAST:
+        progress.estimate.ended(test, 2.0)
     for test, outcomes in ((TESTS[0], "psp"), (TESTS[1], "pfp")):
+        progress.pytest_runtest_logstart(nodeid=test)
         for when, outcome in zip(("setup", "call", "teardown"), outcomes, strict=True):
             progress.pytest_runtest_logreport(
-                SimpleNamespace(nodeid=test, when=when, duration=2.0, failed=outcome == "f")
+                SimpleNamespace(nodeid=test, when=when, duration=1.0, failed=outcome == "f")
             )
     # A worker that died reports its test without a teardown.
     progress.pytest_runtest_logreport(
         SimpleNamespace(nodeid=TESTS[2], when="???", duration=0.0, failed=True)
     )
-    assert progress.line() == "0:00: 3 of 6 tests, 2 failed, about 0:06 left"
+    assert progress.line() == "0:00: 11 of 14 tests, 2 failed, about 0:03 left"
     for test in TESTS[3:]:
         progress.estimate.ended(test, 0.0)
-    assert progress.line() == "0:00: 6 of 6 tests, 2 failed"
+    assert progress.line() == "0:00: 14 of 14 tests, 2 failed"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.9, "0:00"), (65, "1:05"), (3600, "60:00")])
@@ -54,11 +99,9 @@ def test_times_are_minutes_and_seconds(seconds, shown):
     assert clock(seconds) == shown
 
 
-def test_the_command_shows_no_letters_and_still_names_what_failed(folder):
-    done = run(
-        folder, "check", "my.py:broken",
-        "--", "-n1", "-k", "every_element_lies", "--tb=no",
-    )  # fmt: skip
+def test_the_command_shows_no_letters_and_a_screen_without_a_name_for_each_failure(folder):
+    done = run(folder, "check", "my.py:broken", "--", "-n1", "-k", "every_element_lies")
     assert done.returncode == 1, done.stdout + done.stderr
     assert not re.search(r"^[.sFx]+( |$)", done.stdout, re.MULTILINE)
-    assert re.search(r"^FAILED .*every_element_lies", done.stdout, re.MULTILINE)
+    assert not re.search(r"^FAILED ", done.stdout, re.MULTILINE)
+    assert "FAILED  1 cause" in done.stdout

@@ -145,10 +145,22 @@ def of_text(**changed) -> np.ndarray:
         return np.array(json.dumps({**json.loads(str(file["arguments"])), **changed}))
 
 
+def claiming(elements: int) -> str:
+    """An archive with a small array whose header has another number of elements."""
+    header = str({"descr": "<f8", "fortran_order": False, "shape": (elements,)}).encode()
+    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
+    with zipfile.ZipFile("large.npz", "w") as file:
+        start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+        file.writestr("q.npy", start + header + b"few")
+    return "large.npz"
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
         (lambda: "missing.npz", r"missing.npz is no replay file: .*No such file"),
+        (lambda: archive(arguments=np.array("[" * 100_000)), "file: maximum recursion depth"),
+        (lambda: claiming(2**40), "is no replay file: "),
         (lambda: archive(arguments=None), "is no replay file: it has no 'arguments'"),
         (lambda: archive(arguments=np.array("{")), "is no replay file: Expecting"),
         (lambda: archive(arguments=np.array("[]")), "is no replay file: "),

@@ -126,6 +126,9 @@ def test_fields_of_the_wrong_type_are_refused(fields, message):
         ({"Dv": 0}, "Dv is 0; needs to be in"),
         ({"seed": -1}, "seed is -1; needs to be in"),
         ({"H": 3, "Hk": 2}, "H is 3; needs a multiple of Hk = 2"),
+        ({"B": 10**12}, "B is 1000000000000; needs at most"),
+        ({"H": 2**20, "Hk": 1, "M": 2**20}, "q has 17,592,186,044,416 elements; needs at most"),
+        ({"N": 2**40}, "k has 17,592,186,044,416 elements; needs at most"),
         ({"dtype": "fp8"}, "dtype is 'fp8'; needs one of"),
         ({"device": "tpu"}, "device is 'tpu'; needs one of"),
         ({"layouts": ("bhsd",) * 3}, "layouts is .*; needs four of"),
@@ -154,6 +157,7 @@ def test_the_default_problem_is_valid(size):
     [
         ("{", "problem is not JSON"),
         ("", "problem is not JSON"),
+        ('{"version":' + "[" * 100_000, "problem is nested too deeply"),
         ("[]", r"problem is \[\]; needs a JSON object"),
         ("7", "problem is 7; needs a JSON object"),
         ("{}", "problem has version None; this suite reads version 1"),

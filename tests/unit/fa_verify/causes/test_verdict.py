@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -67,6 +68,33 @@ def test_the_verdict_names_causes_and_what_they_explain():
         "",
     ]
     assert lines[8:] == ["2  E    explains 1 of 3 failures", "   in c"]
+
+
+def many_causes(count):
+    """A run with so many causes of six lines each, and as many failures without a cause."""
+    causes = [dataclasses.replace(NAN, number=i) for i in range(1, count + 1)]
+    others = {
+        f"t{'x' * i}": f"{'word ' * 99}{'y' * i}\n  replay: r\n  replay: s" for i in range(count)
+    }
+    return explained(causes, {i: ["a"] * (99 - i) for i in range(1, count + 1)}, others)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 40])
+def test_a_verdict_fits_a_screen_and_no_cause_is_lost(count):
+    found = many_causes(count)
+    lines = [*verdict("f", Counts(99, 0, {}), found)]
+    assert len(lines) <= 27
+    assert lines[2] == "1  Rows that see no key give NaN    explains 98 of 99 failures"
+    named = [int(x.split()[0]) for x in lines if re.match(r"\d+ ", x) and "explains" in x]
+    rest = [int(x.split()[0]) for x in lines if x.endswith("other causes")]
+    assert named == [*range(1, len(named) + 1)]
+    assert len(named) + sum(rest) == len(found) == 2 * count
+    # A cause in one line has the command that shows its smallest problem.
+    short = [x for x in lines if "NaN" in x and "fa-verify explain" in x]
+    assert bool(short) == (count > 3)
+    assert all(len(x) < 300 for x in lines)
+    in_full = [*verdict("f", Counts(99, 0, {}), found, full=True)]
+    assert sum("explains" in x for x in in_full) == 2 * count
 
 
 def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +21,7 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import TO_SHRINK, Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import FEWEST, TURN_OVER, Hunter
+from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing
 from fa_verify.pytest_plugin.fuzz.rotation import Rotation
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -214,8 +219,11 @@ def hunter(tmp_path, clock):
             causes=Causes(tmp_path / "run"),
             clock=clock,
             seconds=seconds,
+            unkept=lambda *noted: unkept.append(noted),
         )
 
+    unkept: list[tuple] = []
+    of.unkept = unkept
     return of
 
 
@@ -227,6 +235,76 @@ def test_the_first_problem_that_fails_is_on_disk_at_once(hunter):
     hunt = hunter()
     assert hunt.findings(LARGER, claims.accuracy)
     assert kept(hunt) == [LARGER]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Writes that make a file larger fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_finding_that_cannot_be_written_is_a_finding_of_the_kernel(hunter):
+    hunt = hunter()
+    with files_of_at_most(16):
+        found = hunt.findings(PROBLEM, claims.accuracy)
+    assert found[0].problem == PROBLEM
+    ((cause, finding, error),) = hunter.unkept
+    assert (cause, finding) == (hunt.cause, found[0])
+    assert error.errno == errno.EFBIG
+    assert kept(hunt) == []
+    # There is room again.
+    assert hunt.findings(PROBLEM, claims.accuracy)
+    assert kept(hunt) == [PROBLEM]
+
+
+def test_a_corpus_that_cannot_be_written_is_said_once_with_what_it_lacks(pytestconfig, tmp_path):
+    terminal = Terminal()
+    config = SimpleNamespace(
+        getoption=lambda name, default=None: 1 if name == "--fa-minutes" else default,
+        pluginmanager=SimpleNamespace(get_plugin=lambda name: terminal),
+    )
+    worker, controller = (Fuzzing(config, Tally(), tmp_path) for _ in range(2))
+    runner = Runner(Subject.of(Eager("out scaled"), "eager"), Tally())
+    finding, *_ = runner.findings(PROBLEM, claims.accuracy)
+    for _ in range(2):
+        worker._note_unkept(
+            Cause.of(finding), finding, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        )
+        # The parts of a report that a worker sends.
+        report = SimpleNamespace(when="call", nodeid="t.py::test[1]", failed=True, passed=False)
+        making = worker.pytest_runtest_makereport(SimpleNamespace(excinfo=None))
+        next(making)
+        with contextlib.suppress(StopIteration):
+            making.send(report)
+        report.longrepr, report.skipped = "", False
+        controller.pytest_runtest_logreport(report)
+    controller.pytest_terminal_summary(terminal)
+    for plugin in (worker, controller):
+        plugin.pytest_unconfigure()
+    said = "\n".join(terminal.lines)
+    assert said.count("cannot be written") == 1
+    assert said.count("1 not kept") == said.count(f"replay: {finding.replay}") == 1
+    assert "No space left on device" in said
+
+
+class Terminal:
+    """A terminal that keeps its lines."""
+
+    def __init__(self):
+        self.lines, self.stats = [], {}
+
+    def ensure_newline(self):
+        pass
+
+    flush = section = lambda self, *_: None
+
+    def write_line(self, line):
+        self.lines.append(line)
 
 
 def test_the_smaller_takes_its_place_and_the_larger_does_not(hunter):

@@ -57,7 +57,13 @@ const said = [];
 window.addEventListener("error", e => said.push(String(e.message)), true);
 window.addEventListener("load", () => {
   const images = [...document.images].map(i => i.naturalWidth);
-  document.title = JSON.stringify({said, images, height: document.body.scrollHeight});
+  // Boxes of lines in the head of a table, for each word: a word that is broken has two.
+  const broken = [...document.querySelectorAll("th")].filter(x => {
+    const range = document.createRange();
+    range.selectNodeContents(x);
+    return range.getClientRects().length > x.textContent.trim().split(/\\s+/).length;
+  }).map(x => x.textContent);
+  document.title = JSON.stringify({said, images, broken, height: document.body.scrollHeight});
 });
 </script>"""
 
@@ -100,6 +106,18 @@ def test_every_picture_is_decoded_and_nothing_fails(browser, tmp_path):
     title = done.stdout.decode().partition("<title>")[2].partition("</title>")[0]
     found = json.loads(title)
     assert found["said"] == []
+    assert found["broken"] == []
     assert found["height"] > 600
     assert len(found["images"]) == (2 if pictures.can_draw() else 0)
     assert all(width > 300 for width in found["images"])
+
+
+def test_no_word_in_the_head_of_a_wide_table_is_broken(browser, tmp_path):
+    columns = [f"D <= {dim} N {n}" for dim in (64, 128, 256) for n in ("< 64", "< 4096", ">= 4096")]
+    rows = [["portable two-pass", "fp16", *["123456789"] * len(columns)]]
+    record = RECORD | {"coverage": {"columns": columns, "rows": rows, "empty": ""}}
+    path = tmp_path / "wide.html"
+    path.write_text(page(record).replace("<head>", f"<head>{PROBE}", 1))
+    done = browser("--dump-dom", "--window-size=700,3000", path.as_uri())
+    title = done.stdout.decode().partition("<title>")[2].partition("</title>")[0]
+    assert json.loads(title)["broken"] == []

@@ -312,6 +312,38 @@ def test_an_element_that_nobody_writes_is_found_where_it_is():
     assert math.isnan(found[0].got)
 
 
+@pytest.mark.parametrize(
+    ("of_memory", "claim"),
+    [
+        (lambda memory: memory, "is not written everywhere"),
+        (lambda memory: memory * 0 + math.nan, "is NaN, which the kernel writes"),
+        (lambda memory: memory * 2, "is computed from memory that is not written"),
+    ],
+    ids=["unwritten", "NaN is written", "read"],
+)
+def test_the_reason_of_nan_is_found_by_a_second_value_in_the_allocations(of_memory, claim):
+    class Reads(Eager):
+        def spoil(self, out, lse, live, N, config):
+            memory = torch.empty(out.shape, dtype=out.dtype)
+            first = torch.arange(out.shape[2])[:, None] == 0
+            return torch.where(first, of_memory(memory), out), lse
+
+    trial = run_trial(Subject.of(Reads(), "reads"), PROBLEM)
+    found = [x for x in claims.full_overwrite(trial) if x.output == "out"]
+    assert [(x.claim.partition(":")[0], x.bad) for x in found] == [(claim, 2 * 4 * 3)]
+
+
+def test_a_kernel_that_writes_nan_everywhere_is_not_said_to_leave_memory_unwritten():
+    class NanEverywhere(Eager):
+        def spoil(self, out, lse, live, N, config):
+            return out * math.nan, lse * math.nan
+
+    trial = run_trial(Subject.of(NanEverywhere(), "nan"), PROBLEM)
+    found = claims.full_overwrite(trial)
+    assert {x.output for x in found} >= {"out", "lse"}
+    assert all("which the kernel writes" in x.claim for x in found)
+
+
 def test_the_trial_is_not_run_on_other_inputs_to_see_what_it_writes(monkeypatch):
     first, second = rerun_inputs(claims.full_overwrite, PROBLEM, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -118,6 +118,7 @@ FAULTS = [
     ("pooled G4", "reads padding", "pooled max", "m="),
     ("pooled G5", "of a hidden key", "pooled max", "b=1"),
     ("pooled G6", "not written", "pooled max", "m=0..6"),
+    ("pooled G6", "NaN", "pooled max", "b=0 h=0 m=0..6 n=0..2"),
     ("pooled G6", "written past its end", "a tensor of pooled max", "byte 1 after its last"),
     ("pooled G7", "of what lies around", "pooled max", "m="),
     ("pooled G8", "of strides", "pooled max", "m="),
@@ -134,6 +135,12 @@ def test_a_fault_is_found_named_and_can_be_replayed(check, fault, output, where)
     assert where in found[0].where
     assert found[0].guarantee.split()[0] == check.split()[1]
     assert f"pytest --replay='{PROBLEM.to_json()}'" in str(found[0])
+
+
+def test_nan_that_is_written_is_not_said_to_be_unwritten():
+    written, unwritten = (findings("pooled G6", x)[0].claim for x in ("NaN", "not written"))
+    assert "which the kernel writes" in written
+    assert "is not written everywhere" in unwritten
 
 
 def test_a_finding_says_how_large_the_blocks_are_and_how_many_are_bad():

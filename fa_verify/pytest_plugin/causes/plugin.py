@@ -22,9 +22,10 @@ from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.declared_values import not_drawn
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Counts, Explained, explained, verdict
-from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, is_turn, subject_of
+from fa_verify.session import CONFORMANCE, NOT_ASKED, is_ours, is_turn, is_whole, subject_of
 
 __all__ = ["Causes"]
 
@@ -210,7 +211,7 @@ class Causes:
             return
         terminalreporter.section("verdict")
         name = "fa_kernels" if is_ours(self.config) else subject_of(self.config).source
-        for line in verdict(name, self.counts(), self.explained()):
+        for line in verdict(name, self.counts(), self.explained(), self._not_drawn()):
             terminalreporter.write_line(line)
         for why in self._parts:
             terminalreporter.write_line(f"   not asked: {why}")
@@ -220,6 +221,13 @@ class Causes:
                 f"The failed checks drew again, without these causes: {self._beyond:,} problems, "
                 "no other cause."
             )
+
+    def _not_drawn(self) -> dict[str, str]:
+        """Return the declared values that a run drew no problem of, unless tests were selected."""
+        if not (is_whole(self.config) or self.config.getoption("--fa-quick")):
+            return {}
+        tally = self.config.pluginmanager.get_plugin("summary").tally
+        return not_drawn(subject_of(self.config), tally.values)
 
     def pytest_unconfigure(self) -> None:
         """Remove the folder that the processes shared."""

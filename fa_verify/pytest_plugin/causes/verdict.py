@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fa_verify.oracles.guarantee import G5, G12, guarantee_of
@@ -177,13 +178,19 @@ def alike(message: str) -> str:
     return re.sub(r"\d[\w.,+-]*", "#", message.partition("\n")[0])
 
 
-def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[str]:
+def verdict(
+    name: str,
+    counts: Counts,
+    causes: Sequence[Explained],
+    not_drawn: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[str]:
     """Yield the lines of the verdict, without a trailing empty line.
 
     Args:
         name: Name of the subject, or its source.
         counts: The counts of the run.
         causes: The causes, see ``explained``.
+        not_drawn: Declared values that no judged problem had, by declaration.
     """
     total = counts.failed + counts.hold
     skipped = sum(counts.reasons.values())
@@ -192,7 +199,9 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
     holds = "holds" if counts.hold == 1 else "hold"
     if not counts.failed:
         word = "HOLDS" if counts.hold else "NOT VERIFIED"
-        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
+        missing = "; ".join(f"{word} {values}".strip() for word, values in not_drawn.items())
+        left_out = f"; not drawn: {missing}" if missing else ""
+        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}{left_out}"
         return
     yield (
         f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "

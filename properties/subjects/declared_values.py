@@ -1,4 +1,4 @@
-"""The values that a kernel declares: which of them a call has, and problems that have each.
+"""Declared values of a kernel: those that a call has, and problems that have each.
 
 Draws are random, and shards leave combinations out. A run names the values that no judged call had.
 """
@@ -245,8 +245,8 @@ def _longest(subject: Subject, device: str) -> Problem | None:
 def _empty(subject: Subject, device: str) -> Problem | None:
     """Return a problem without keys; without batch entries where a kernel needs keys."""
     D = min(subject.head_dims or (16,))
-    for sizes in ({"N": 0}, {"B": 0}):
-        found = fitted(subject, Problem(**{"M": 5, "N": 7, **sizes}, D=D, Dv=D), device)
+    for B, N in ((1, 0), (0, 7)):
+        found = fitted(subject, Problem(B=B, M=5, N=N, D=D, Dv=D), device)
         if found is not None and Value("zero_sizes") in values_of(subject, found):
             return found
     return None

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.declared_values import Value, examples, values_of
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.shards import has_table
 
 __all__ = ["FILE", "Entry", "entries", "entries_for"]
 
@@ -40,13 +42,21 @@ def entries() -> tuple[Entry, ...]:
 def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
     """Yield the entries as problems that a subject supports, each once.
 
-    On a GPU they are without sequences of calls.
+    Problems with the declared values that no entry has follow. The entries were chosen for the
+    project's own kernels, which other problems would compile more of. On a GPU they are without
+    sequences of calls.
     """
     left_out = set() if device == "cpu" else COMPILED
-    seen = set()
+    seen: set[tuple[Problem, tuple[str, ...]]] = set()
+    had: set[Value] = set()
     for entry in entries():
         problem = fitted(subject, entry.problem, device)
         checks = tuple(x for x in entry.checks if x not in left_out)
         if problem is not None and (problem, checks) not in seen:
             seen.add((problem, checks))
+            had |= values_of(subject, problem)
             yield Entry(problem, checks)
+    if has_table(subject):
+        return
+    for problem in examples(subject, device, had):
+        yield Entry(problem, ())

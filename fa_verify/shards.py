@@ -6,11 +6,12 @@ compiles few kernels. All other parameters of a problem are drawn.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Shard", "larger_shards_of", "shards_of"]
+__all__ = ["Shard", "has_table", "larger_shards_of", "shards_of"]
 
 
 @dataclass(frozen=True)
@@ -95,33 +96,50 @@ _LARGER_OF_CONFIGS = tuple(
 _TILE = 64
 
 
+# Subjects that declare no head_dims, and the largest of each group of those that do.
+_UNDECLARED = (_SMALL, _MEDIUM, _LARGE, _LARGEST)
+_LIMITS = (16, 64, 128, 256)
+
+
+def has_table(subject: Subject) -> bool:
+    """Return whether a subject has all configurations of the table, as the project's kernels do."""
+    return {shard.config for shard in _OF_CONFIGS} <= {*subject.configs}
+
+
 def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
     """Return the shards for a subject.
 
     For the project's own kernels, a fixed table that compiles few kernels. For other subjects, a
-    shard per configuration, dtype and group of head dims: up to 128, and larger ones if declared.
+    shard per configuration, dtype and group of head dims, which hold every declared size.
 
     Args:
         subject: The subject under test.
         float64: Return the shards with dtype "fp64" if True, all others if False.
     """
-    if len(subject.configs) > 1:
-        table = _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS
-        found = tuple(shard for shard in table if shard.config in subject.configs)
-        if found:
-            return found
-    groups = []
-    for dims in (_SMALL, _MEDIUM, _LARGE, _LARGEST):
-        declared = tuple(d for d in dims if subject.head_dims is None or d in subject.head_dims)
-        if declared and (dims is not _LARGEST or subject.head_dims is not None):
-            groups.append(declared)
+    if has_table(subject):
+        return _FLOAT64_OF_CONFIGS if float64 else _OF_CONFIGS
     return tuple(
         Shard(dtype, config, dims, _TILE)
-        for dims in groups or [subject.head_dims or _SMALL]
+        for dims in _groups(subject)
         for config, replaced in subject.configs.items()
         for dtype in replaced.get("dtypes", subject.dtypes)
         if (dtype == "fp64") == float64
     )
+
+
+def _groups(subject: Subject) -> tuple[tuple[int, ...], ...]:
+    """Return the head dims of a subject by size.
+
+    A group of larger ones has the largest of the group before too, so that D and Dv differ.
+    """
+    if subject.head_dims is None:
+        return _UNDECLARED
+    groups: dict[int, list[int]] = {}
+    for D in sorted({*subject.head_dims}):
+        groups.setdefault(bisect_left(_LIMITS, D), []).append(D)
+    of_size = [*groups.values()]
+    before = [[], *([x[-1]] * subject.dv_ne_d for x in of_size)]
+    return tuple((*dims, *more) for dims, more in zip(of_size, before, strict=False))
 
 
 def larger_shards_of(subject: Subject) -> tuple[Shard, ...]:
@@ -130,6 +148,4 @@ def larger_shards_of(subject: Subject) -> tuple[Shard, ...]:
     Args:
         subject: The subject under test. Only the project's own kernels have such shards.
     """
-    if len(subject.configs) == 1:
-        return ()
-    return tuple(shard for shard in _LARGER_OF_CONFIGS if shard.config in subject.configs)
+    return _LARGER_OF_CONFIGS if has_table(subject) else ()

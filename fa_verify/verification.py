@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from fa_verify.oracles.call import Call
-from fa_verify.oracles.guarantee import EXCEPTION, FORM, INPUTS, T3, guarantee_of, named
-from fa_verify.properties.checks.claims import CLAIMS, Claim, in_turn, standing_of
+from fa_verify.oracles.guarantee import EXCEPTION, FORM, G1, INPUTS, T3, guarantee_of, named
+from fa_verify.properties.checks.claims import (
+    CLAIMS,
+    Claim,
+    accuracy_of_all,
+    in_turn,
+    standing_of,
+)
 from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
-from fa_verify.properties.search.search import Runner, attack, draws
+from fa_verify.properties.search.search import Runner, attack, attack_one, draws
+from fa_verify.properties.subjects.declared_values import examples, not_drawn
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
@@ -45,7 +54,8 @@ class Report:
         worst: Largest error divided by its bound, by "output dtype".
         unchecked: Why a guarantee, or a part of it, was checked on no problem, by guarantee. It was
             applicable to none, or the subject refuses the calls that it needs. Where it failed in
-            one dtype and was not tried in others, the key names these: "G1 in bf16, fp32".
+            one dtype and was not tried in others, the key names these: "G1 in bf16, fp32". Declared
+            values that no judged problem had are keys too: "head_dims 512, 576".
         summary: The summary table, one line per output and dtype.
     """
 
@@ -151,13 +161,13 @@ def verify(
 def _asked(subject: Subject, guarantees: Sequence[str] | None) -> tuple[Claim, ...]:
     """Return the claims to check on the kinds of calls that a kernel takes.
 
-    A guarantee is asked of single calls, and of pooled probabilities where a kernel returns them.
-    By name, one that is not asked of single calls is asked as it can be.
+    A guarantee is asked of single calls, of the gradients of a bias and of sinks, of pooled
+    probabilities where a kernel returns them, and of parts whose bits a kernel promises. By name,
+    one that is not among these is asked as it can be.
     """
     kinds = kinds_of(subject)
-    groups = ("call", *(("pooled",) if subject.pooled is not None else ()))
     mine = [claim for claim in CLAIMS if claim.kind in kinds]
-    usual = [claim for claim in mine if claim.group in groups]
+    usual = [claim for claim in mine if _is_usual(subject, claim)]
     if guarantees is None:
         return tuple(usual)
     found: list[Claim] = []
@@ -168,6 +178,15 @@ def _asked(subject: Subject, guarantees: Sequence[str] | None) -> tuple[Claim, .
             asks = [x for x in mine if x.kind == kind and x.guarantee is guarantee]
             found += [x for x in asks if x in usual] or asks
     return tuple(dict.fromkeys(found))
+
+
+def _is_usual(subject: Subject, claim: Claim) -> bool:
+    """Return whether a claim is asked of a kernel that no guarantees are named for."""
+    if claim.group == "parts":
+        return any(subject.promises(claim.guarantee.key, config) for config in subject.configs)
+    if claim.group == "added":
+        return subject.backward and {*claim.needs["score_mods"]} <= {*subject.score_mods}
+    return claim.group == "call" or (claim.group == "pooled" and subject.pooled is not None)
 
 
 def _verify(
@@ -188,7 +207,10 @@ def _verify(
         and not any(claim.guarantee is guarantee for claim in claims)
     }
     if isinstance(problems, int):
-        found = _drawn(runner, claims, problems, device, max_seqlen, seed, unchecked)
+        found = itertools.chain(
+            _drawn(runner, claims, problems, device, max_seqlen, seed, unchecked),
+            _declared(runner, device, unchecked),
+        )
     else:
         found = _given(runner, claims, problems, unchecked)
     # A kernel that was passed as an object has no name on a command line. Several claims may lead
@@ -222,6 +244,20 @@ def _given(
             yield from runner.findings(problem, in_turn(checks, unchecked))
 
 
+def _declared(runner: Runner, device: str, unchecked: dict[str, str]) -> Iterator[Finding]:
+    """Yield the findings on problems of declared values that no draw had; note values left out."""
+    subject, values = runner.subject, runner.tally.values
+    if G1.key not in runner.reported:
+        try:
+            for problem in examples(subject, device, frozenset(values)):
+                attack_one(runner, accuracy_of_all, problem)
+        except Violation as violation:
+            yield from violation.findings
+    # Without a judged problem, the report says that nothing is verified.
+    for word, missing in (not_drawn(subject, values) if runner.tally.problems else {}).items():
+        unchecked[f"{word} {missing}".strip()] = "no problem that was judged has it"
+
+
 def _drawn(
     runner: Runner,
     claims: Sequence[Claim],
@@ -234,7 +270,7 @@ def _drawn(
     """Draw calls for each claim and yield the findings on the simplest failing one."""
     settings, subject = draws(count), runner.subject
     for claim in claims:
-        name, draw = _name(claim), KINDS[claim.kind].draw
+        name = _name(claim)
         variants = _variants(subject, claim)
         if not variants:
             unchecked[name] = (
@@ -249,7 +285,7 @@ def _drawn(
             try:
                 with dots_in_order() if in_order else nullcontext():
                     attack(
-                        runner, claim.check, draw(subject, **wanted),
+                        runner, claim.check, _calls(subject, claim, wanted),
                         seed=f"{seed}/{name}/{dtype}/{config}", settings=settings,
                     )  # fmt: skip
             except (ExcludedError, MemoryError) as reason:
@@ -261,6 +297,18 @@ def _drawn(
                 if left := _named(variants[number:]):
                     unchecked[f"{name} in {left}"] = f"it failed in {_named([(dtype, config)])}"
                 break
+
+
+def _calls(subject: Subject, claim: Claim, wanted: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Return calls for a claim; half of those that may have one have a score modification."""
+    draw = KINDS[claim.kind].draw
+    plain = draw(subject, **wanted)
+    mods = subject.score_mods if claim.kind == "attention" and claim.group != "pooled" else ()
+    if not mods or "score_mods" in wanted:
+        return plain
+    return st.one_of(
+        *[plain] * len(mods), *(draw(subject, **wanted, score_mods=(mod,)) for mod in mods)
+    )
 
 
 def _name(claim: Claim) -> str:

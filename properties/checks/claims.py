@@ -90,7 +90,8 @@ from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
 
 __all__ = [
-    "BY_NAME", "CLAIMS", "Check", "Claim", "Drawn", "accuracy", "backward", "checks_of",
+    "BY_NAME", "CLAIMS", "Check", "Claim", "Drawn", "accuracy", "accuracy_of_all", "backward",
+    "checks_of",
     "claims_of", "dirty_padding", "empty_rows", "far_offsets", "finite", "full_overwrite",
     "gradient_sets", "hidden_positions", "in_turn", "independence", "layout", "limits", "logic",
     "reads_in_bounds", "repeatable", "sequence", "standing_of", "state",
@@ -410,6 +411,7 @@ _OF_ATTENTION = (
     ),
     Claim(
         guarantee=G1, name="dbias", check=bias_gradient, group="added",
+        needs={"score_mods": ("bias",)},
         drawn=(
             Drawn(
                 test="test_score_mods.py::test_the_gradient_of_a_bias_lies_within_the_derived_bound",
@@ -424,6 +426,7 @@ _OF_ATTENTION = (
     ),
     Claim(
         guarantee=G1, name="dsinks", check=sink_gradient, group="added",
+        needs={"score_mods": ("sinks",)},
         drawn=_drawn(
             "test_score_mods.py::test_the_gradient_of_sinks_lies_within_the_derived_bound",
             shards=(0, 13), runs=2, kernels=5, needs=_SINKS_ALONE,
@@ -573,6 +576,12 @@ def standing_of(kind: str) -> tuple[Claim, ...]:
 
 # Every check of attention by name.
 BY_NAME: dict[str, Check] = checks_of()
+
+
+def accuracy_of_all(trial: Trial) -> list[Finding]:
+    """G1 of out, lse and all gradients, those of a bias and of sinks too."""
+    checks = {"accuracy": accuracy, "dbias": bias_gradient, "dsinks": sink_gradient}
+    return in_turn(checks, {})(trial)
 
 
 def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:

@@ -18,6 +18,7 @@ from fa_verify.properties.execution.coverage import (
     label_of,
     rows,
 )
+from fa_verify.properties.subjects.declared_values import Value, values_of
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["EDGES", "Tally", "ratio_text"]
@@ -62,6 +63,8 @@ class Tally:
         self.out_of_range: set[str] = set()
         # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
+        # The values of declarations that judged problems have.
+        self.values: set[Value] = set()
         # Outputs that the subject is not asked for, with the declaration, to digests of problems.
         self.not_asked: dict[str, set[str]] = {}
 
@@ -87,6 +90,7 @@ class Tally:
         digest = _digest(text)
         self.problems[digest] = (label, several)
         self.cells[digest] = cells_of(subject, problem)
+        self.values |= values_of(subject, problem)
         self.bins[digest] = {x: bisect_right(EDGES, peak) for x, peak in peaks.items()}
         self.elements[digest] = (problem.family, sum(problem.elements[x] for x in peaks), limited)
         for name, peak in peaks.items():
@@ -121,6 +125,7 @@ class Tally:
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
             "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
+            "values": [list(value) for value in self.values],
         }
 
     def hand_over(self) -> dict[str, Any]:
@@ -141,6 +146,7 @@ class Tally:
         self.bins.update(record["bins"])
         self.elements.update({key: tuple(value) for key, value in record["elements"].items()})
         self.out_of_range.update(record["out_of_range"])
+        self.values.update(Value(*value) for value in record["values"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)
         for what, digests in record["not_asked"].items():

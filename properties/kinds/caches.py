@@ -159,7 +159,7 @@ def draw(
         )
     # A few configurations without splits.
     small = [name for name in ("16x16", "16x32", "32x16", "16x16-tf32") if name in of_dtype]
-    configs = (small or of_dtype[:1])[: None if mask is None else 1]
+    configs = (small or of_dtype)[: None if mask is None else 1]
     return cached(subject, dtype, device, configs, **wanted)
 
 

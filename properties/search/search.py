@@ -27,7 +27,7 @@ from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 
-__all__ = ["Runner", "attack", "draws", "of_supported", "plainest"]
+__all__ = ["Runner", "attack", "attack_one", "draws", "of_supported", "plainest"]
 
 SHRINK_SECONDS = 30.0
 
@@ -274,6 +274,19 @@ def attack(
             attack(other, claim, strategy, seed=seed, steer=steer, settings=settings)
 
         raise Violation(smallest, claim, again) from None
+
+
+def attack_one(runner: Runner, claim: Check, problem: Call) -> None:
+    """Run a check on a problem that was not drawn.
+
+    Raises:
+        Violation: The problem fails. Holds the findings of the plainest problem found, which may
+            fail for another cause than this one.
+    """
+    __tracebackhide__ = True
+    if findings := runner.findings(problem, claim):
+        plain = plainest(runner, findings, claim)
+        raise Violation(plain, claim, lambda other: attack_one(other, claim, problem))
 
 
 def plainest(runner: Runner, findings: list[Finding], claim: Check) -> list[Finding]:

@@ -44,8 +44,8 @@ def fitted(subject: Subject, problem: Problem, device: str) -> Problem | None:
         M = N = max(M, N)
     mask = _mask(subject, problem.mask, M, N)
     positional = (mask.right, mask.window_left) != (None, None) or not mask.is_plain
-    if subject.causal_alignment == "top-left" and positional:
-        M = N = max(M, N)
+    if subject.causal_alignment == "top-left" and (positional or subject.always_causal):
+        M = N = M if subject.one_query else max(M, N)
         mask = dataclasses.replace(mask, seqlens_q=None, seqlens_k=None)
     layouts = problem.layouts
     if subject.layouts is not None:

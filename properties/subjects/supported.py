@@ -32,6 +32,8 @@ _KEYS_OF_ONE_QUERY = 4
 # With layouts of both kinds, some problems have whole rows in all tensors, and run on the kernel
 # for these.
 _WITHOUT_WHOLE_ROWS = tuple(name for name in LAYOUTS if name not in WITH_WHOLE_ROWS)
+# Sizes of D and Dv for a kernel that declares none.
+_ANY_HEAD_DIM = (*HEAD_DIMS, 129, 192, 255, 256)
 # Ratio of problems without to problems with a score modification.
 _PLAIN = 5
 
@@ -48,7 +50,7 @@ def problems_of(
     max_seqlen: int,
     tile: int = 16,
     max_cost: int = 48,
-    head_dims: tuple[int, ...] = HEAD_DIMS,
+    head_dims: tuple[int, ...] | None = None,
     layouts: tuple[str, ...] = LAYOUTS,
     dirty: str | None = None,
     padding: bool = False,
@@ -67,8 +69,8 @@ def problems_of(
             its seqlen_multiple.
         tile: See ``problems``.
         max_cost: See ``problems``. Raised to the cost of two times seqlen_multiple.
-        head_dims: Sizes of D and Dv. Undeclared sizes are dropped; if none remains, the declared
-            sizes are used.
+        head_dims: Sizes of D and Dv; None is all that are declared, and sizes up to 256 without a
+            declaration. Undeclared sizes are dropped; if none remains, the declared sizes are used.
         layouts: Storage layouts. Undeclared layouts are dropped; if none remains, the declared
             layouts are used.
         dirty: The family of padding values; None draws from the declared families.
@@ -95,7 +97,6 @@ def problems_of(
     if dirty is not None and subject.dirty is not None and dirty not in subject.dirty:
         raise _excluded(subject, "dirty")
     allowed = subject.layouts or LAYOUTS
-    dims = subject.head_dims
     # At least two multiples, so that a problem can span several tiles.
     multiple = subject.seqlen_multiple
     # One query costs little.
@@ -104,7 +105,7 @@ def problems_of(
         "dtype": dtype,
         "device": device,
         "configs": configs,
-        "head_dims": _some(head_dims, dims) or dims,
+        "head_dims": _head_dims(subject, head_dims),
         "layouts": _some(layouts, allowed) or allowed,
         "dirty": dirty,
         "dirties": subject.dirty or tuple(PADDING_VALUES),
@@ -187,7 +188,7 @@ def problems_of_few_kernels(
     count: int | None,
     seed: str,
     choices: Mapping[str, Sequence[Any]],
-    head_dims: tuple[int, ...] = HEAD_DIMS,
+    head_dims: tuple[int, ...] | None = None,
     score_mods: tuple[str, ...] = (),
     **wanted: Any,
 ) -> st.SearchStrategy[Problem]:
@@ -211,7 +212,7 @@ def problems_of_few_kernels(
     Raises:
         ExcludedError: As ``problems_of``.
     """
-    dims = _some(head_dims, subject.head_dims) or subject.head_dims or ()
+    dims = _head_dims(subject, head_dims)
     is_narrow = wanted["dtype"] in ("fp16", "bf16")
     groups = padded_groups(dims, by_bytes=is_narrow)
     axes: dict[str, Sequence[Any]] = {"head_dims": groups}
@@ -289,6 +290,12 @@ def _score_mods(subject: Subject, forced: tuple[str, ...]) -> dict[str, tuple[An
 def _up(size: int, multiple: int) -> int:
     """Return the smallest multiple that is >= size."""
     return -(-size // multiple) * multiple
+
+
+def _head_dims(subject: Subject, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the wanted head_dims that are declared; all of them if none is, or none is wanted."""
+    declared = subject.head_dims or _ANY_HEAD_DIM
+    return _some(wanted or declared, subject.head_dims) or declared
 
 
 def _some(wanted: tuple[Any, ...], declared: tuple[Any, ...] | None) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.mask_classes import draw_instance
 from fa_verify.properties.problems.seqlens import Draw
+from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 
@@ -31,7 +32,8 @@ _INPUTS = ("normal", "times8", "rising_max", "near_ties", "lse_low_90", "large_m
 _PLACES, _LONGEST = 65, {"cpu": 2100, "cuda": 8300}
 # Rows, windows and further keys, so that rows of one tile begin to see keys in two tiles of keys.
 _ROWS, _WINDOWS, _MANY = 17, 21, 33
-# Combinations of a configuration, padded head_dims and score modifications, if they are few.
+# Combinations of a configuration, padded head_dims and score modifications, if they are few, or as
+# many as there are values of one of these.
 _FEW = 4
 
 
@@ -91,6 +93,8 @@ def cached(
         )
 
     dims, masks, mods = subject.head_dims, subject.masks, subject.score_mods
+    # Each compiles a kernel, beside those of the same kernel for padded tensors.
+    large = ANY_HEAD_DIM if subject.reads_caches_alone else ()
     if mask is not None:
         dims, masks, mods = (dims or (16,))[:1], (), ()
     rights = [
@@ -107,8 +111,8 @@ def cached(
     # Fields that select a kernel. A tile can have 192 columns, no power of two, in two parts.
     constants: dict[str, tuple[Any, ...]] = {
         "config": tuple(configs),
-        "D": dims or (16, 1, 3, 8, 20, 40, 64, 192),
-        "Dv": dims or (16, 1, 7, 17, 64),
+        "D": dims or (16, 1, 3, 8, 20, 40, 64, 192, *large),
+        "Dv": dims or (16, 1, 7, 17, 64, *large),
         "softcap": (None, None, 0.5) if "softcap" in mods else (None,),
         "alibi": ("none", "none", "normal") if "alibi" in mods else ("none",),
     }
@@ -118,7 +122,7 @@ def cached(
             name: [(x,) for x in dict.fromkeys(values)] for name, values in constants.items()
         }
         axes |= {name: padded_groups(constants[name]) for name in ("D", "Dv")}
-        few = [*combinations(axes, _FEW, kernels)]
+        few = [*combinations(axes, max(_FEW, *map(len, axes.values())), kernels)]
     fields = {
         "M": st.sampled_from((1,) if subject.one_query else (1, 2, 3, 5, 17)),
         "inputs": st.sampled_from(_INPUTS),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.properties.checks.claims import BY_NAME, in_turn
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.search.search import plainest
+from fa_verify.properties.search.search import attack_one
 from fa_verify.properties.search.sizing import sized
 from fa_verify.quick import entries_for
 from fa_verify.session import device_of, subject_of
@@ -25,14 +24,7 @@ def test_a_problem_that_kills_faults_holds(runner, entry):
     unchecked = {}
     problem = sized(runner, entry.problem)
     claim = in_turn({name: BY_NAME[name] for name in entry.checks}, unchecked)
-
-    def judge(judge_of):
-        """Fail with the plainest problem, which may fail for another cause than this one."""
-        findings = judge_of.findings(problem, claim)
-        if findings:
-            raise Violation(plainest(judge_of, findings, claim), claim, judge)
-
-    judge(runner)
+    attack_one(runner, claim, problem)
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
     if not runner.judged:

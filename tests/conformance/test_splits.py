@@ -40,7 +40,8 @@ def test_few_rows_against_long_keys_keep_every_guarantee(check_one, subject, dev
 
 def a_split_of(subject, few: str) -> str:
     """Return a configuration with splits, a different one for each problem."""
-    found = [name for name, declared in subject.configs.items() if declared.get("splits", 1) > 1]
+    otherwise = subject.numerics.splits
+    found = [name for name, x in subject.configs.items() if x.get("splits", otherwise) > 1]
     if not found:
         pytest.skip(f"{subject.name} declares no configuration with splits")
     return found[[*FEW].index(few) % len(found)]

@@ -22,6 +22,7 @@ from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.declared_values import not_drawn
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import (
@@ -37,6 +38,7 @@ from fa_verify.session import (
     assumed_by,
     is_ours,
     is_turn,
+    is_whole,
     subject_of,
 )
 
@@ -245,7 +247,9 @@ class Causes:
             yield from _of_replay(name, self._messages, full=full)
         else:
             assumed = assumed_by(self.config)
-            yield from verdict(name, counts, self.explained(), assumed, full=full)
+            yield from verdict(
+                name, counts, self.explained(), assumed, self._not_drawn(), full=full
+            )
         parts = [*self._parts]
         most = len(parts) if full or len(parts) <= _MOST_PARTS + 1 else _MOST_PARTS
         yield from (f"   not asked: {why}" for why in parts[:most])
@@ -266,6 +270,13 @@ class Causes:
                 files = files if by_command else ("--fa-findings=FILE", "--fa-report=DIR")
                 ways = f"{ways}, or {' or '.join(files)}"
             yield f"All messages: {ways}"
+
+    def _not_drawn(self) -> dict[str, str]:
+        """Return the declared values that a run drew no problem of, unless tests were selected."""
+        if not (is_whole(self.config) or self.config.getoption("--fa-quick")):
+            return {}
+        tally = self.config.pluginmanager.get_plugin("summary").tally
+        return not_drawn(subject_of(self.config), tally.values)
 
     def pytest_unconfigure(self) -> None:
         """Remove the folder that the processes shared."""

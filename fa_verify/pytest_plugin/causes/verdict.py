@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fa_verify.oracles.guarantee import G5, G12, guarantee_of
@@ -184,6 +185,7 @@ def verdict(
     counts: Counts,
     causes: Sequence[Explained],
     assumed: Sequence[str] = (),
+    not_drawn: Mapping[str, str] = MappingProxyType({}),
     *,
     full: bool = False,
 ) -> Iterator[str]:
@@ -194,6 +196,7 @@ def verdict(
         counts: The counts of the run.
         causes: The causes, see ``explained``.
         assumed: Phrases for what the run left out without a declaration of the kernel.
+        not_drawn: Declared values that no judged problem had, by declaration.
         full: Whether to yield all lines of all causes; else they fit a screen.
     """
     total = counts.failed + counts.hold
@@ -210,7 +213,9 @@ def verdict(
                 f"NOT VERIFIED  holds for {', '.join(assumed)} "
                 f"(assumed: declare {it} to make {it} {promise})"
             )
-        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
+        missing = "; ".join(f"{word} {values}".strip() for word, values in not_drawn.items())
+        left_out = f"; not drawn: {missing}" if missing else ""
+        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}{left_out}"
         return
     yield (
         f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "

@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 import fa_verify
 from fa_verify import verify
@@ -251,3 +252,47 @@ def test_all_that_is_asked_of_single_calls_is_the_default():
     assert {x.name for x in _asked(both, ["form"])} == {"G1", "accuracy"}
     # A kind without single calls that ask for it has others.
     assert [x.name for x in _asked(both, ["I1"])] == ["I1"]
+
+
+def test_a_declared_score_modification_is_drawn():
+    """The fault of flash-attention#2396: a softcap that is a product with its tanh."""
+
+    def product(q, k, v, *, mask, sm_scale, softcap=None):
+        scores = q @ k.mT * sm_scale
+        if softcap is not None:
+            scores = scores * torch.tanh(scores / softcap)
+        return torch.softmax(scores, -1) @ v
+
+    product.dtypes, product.masks, product.gqa, product.zero_sizes = ("fp64",), (), False, False
+    product.score_mods = ("softcap",)
+    report = verify(product, problems=20, guarantees=["G1"])
+    assert not report
+    assert {finding.problem.softcap for finding in report.findings} - {None}
+    assert "score_mods softcap" not in report.unchecked
+
+
+def test_declared_values_that_a_kernel_refuses_are_unchecked():
+    class Narrow(Eager):
+        def __call__(self, q, k, v, **rest):
+            if q.shape[3] > 96 or rest.get("bias") is not None:
+                raise NotImplementedError("96 columns at most, and no bias")
+            return super().__call__(q, k, v, **rest)
+
+    subject = Narrow()
+    subject.dtypes, subject.head_dims, subject.dv_ne_d = ("fp64",), (64, 112), False
+    subject.score_mods = ("softcap", "bias")
+    report = verify(subject, problems=2, guarantees=["G2"])
+    assert "head_dims 112" in report.unchecked
+    (mods,) = (key for key in report.unchecked if key.startswith("score_mods "))
+    assert mods.endswith("bias")
+    assert "head_dims 112 was not checked: no problem that was judged has it" in str(report)
+
+
+def test_gradients_of_a_bias_and_promised_bits_are_asked_by_default():
+    plain, modified = eager(), eager()
+    modified.score_mods, modified.same_bits = ("bias", "sinks"), ("batch",)
+    asked = [{x.name for x in _asked(Subject.of(of, "f"), None)} for of in (plain, modified)]
+    assert asked[1] - asked[0] == {"dbias", "dsinks", "I1"}
+    forward = eager()
+    forward.score_mods, forward.backward = ("bias",), False
+    assert {x.name for x in _asked(Subject.of(forward, "f"), None)} == asked[0]

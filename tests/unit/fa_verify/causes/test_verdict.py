@@ -100,6 +100,8 @@ def test_a_verdict_fits_a_screen_and_no_cause_is_lost(count):
 def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
     assert [*verdict("f", Counts(0, 2, {}), [])] == ["f  HOLDS  2 checks hold, 0 not asked"]
     assert [*verdict("f", Counts(0, 1, {}), [])] == ["f  HOLDS  1 check holds, 0 not asked"]
+    (line,) = verdict("f", Counts(0, 2, {}), [], {"head_dims": "72, 112", "gqa": ""})
+    assert line == "f  HOLDS  2 checks hold, 0 not asked; not drawn: head_dims 72, 112; gqa"
     line, *_ = verdict("f", Counts(3, 1, {}), [])
     assert line == "f  FAILED  0 causes, 4 checks: 3 failed, 1 holds, 0 not asked"
     (line,) = verdict("f", Counts(0, 0, {"no GPU": 4}), [])

@@ -136,8 +136,10 @@ def test_drawn_problems_are_supported(data, declared):
     [
         ("nothing", lambda p: p.G > 1 and p.M != p.N and p.D != p.Dv),
         ("nothing", lambda p: p.mask.causal and p.mask.window_left and p.mask.seqlens_k),
+        ("nothing", lambda p: p.D == 256 and p.Dv == 255),
         ("head_dims", lambda p: p.D == 64),
-        ("head_dims that nobody asked for", lambda p: p.D == 160),
+        ("head_dims that nobody asked for", lambda p: (p.D, p.Dv) == (160, 72)),
+        ("head_dims that nobody asked for", lambda p: (p.D, p.Dv) == (72, 160)),
         ("seqlen_multiple", lambda p: p.M == 96),
         ("seqlen_multiple of much", lambda p: p.M == p.N == 512),
         ("configs", lambda p: p.config == "wide"),

@@ -19,8 +19,8 @@ from fa_kernels.kernels.portable.lpt_order import lpt_order_kernel
 from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
 from fa_kernels.runtime.device_cache import cached_on_device
-from fa_kernels.runtime.versions import versions_of
 from fa_kernels.runtime.launch_cache import cdiv, run
+from fa_kernels.runtime.versions import versions_of
 
 __all__ = [
     "VISIBLE",

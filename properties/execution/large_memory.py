@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
+from fa_verify.properties.subjects.refusals import NoRoomError
 
 __all__ = [
     "free_memory",
@@ -111,12 +112,12 @@ def no_room(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refusal_without_room() -> Iterator[None]:
-    """Raise NotImplementedError for an allocation in the block that ``no_room`` explains."""
+    """Raise NoRoomError for an allocation in the block that ``no_room`` explains."""
     try:
         yield
     except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
         if reason := no_room(error):
-            raise NotImplementedError(reason) from error
+            raise NoRoomError(reason) from error
         raise
 
 

@@ -24,6 +24,11 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, plan_run
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.minimize import minimized
+from fa_verify.properties.subjects.refusals import (
+    ExcludedCallError,
+    NoRoomError,
+    RefusedError,
+)
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Runner", "attack", "draws", "of_supported", "plainest"]
@@ -40,6 +45,7 @@ class Runner:
         watching: Returns a context manager that is active while a problem is judged.
         mask: Value of --fa-mask, for replay lines.
         waived: Returns whether a finding is known and counts as none.
+        asks: Key of the guarantee that the calls are judged for, for the tally; "" for several.
     """
 
     def __init__(
@@ -49,8 +55,10 @@ class Runner:
         watching: Callable[[Call], AbstractContextManager[object]] | None = None,
         mask: str = "",
         waived: Callable[[Finding], bool] | None = None,
+        asks: str = "",
     ) -> None:
         self.subject = subject
+        self.asks = asks
         self.mask = mask
         self.waived = waived or (lambda finding: False)
         self.tally = tally
@@ -71,7 +79,8 @@ class Runner:
     def findings(self, problem: Call, claim: Check) -> list[Finding]:
         """Return the findings of the claim, else those of the standing checks.
 
-        The list is empty if the problem is out of range or the subject refuses it. A check of many
+        The list is empty if the problem is out of range or the subject refuses it. Another
+        NotImplementedError than that of the kernel's call is an error of the suite. A check of many
         calls names the one that is wrong (``Finding.called``). If that call, or the problem, is
         wrong by itself, the findings are its own: its sizes are those of the fault.
         """
@@ -96,10 +105,10 @@ class Runner:
             # oracle or a check may find no room, too.
             with self.watching(problem), refusal_without_room():
                 return self._judge(problem, claim)
-        except NotImplementedError as refusal:
-            self._refuse(
-                problem, (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
-            )
+        except RefusedError as refusal:
+            reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
+            self.tally.refused(problem, reason)
+            self._refuse(problem, refusal, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
@@ -108,9 +117,11 @@ class Runner:
             before = [] if error.trial is None else accuracy(error.trial)
             return alone or [*before, Finding.of_exception(error, self.subject, problem)]
 
-    def _refuse(self, problem: Call, reason: str) -> None:
+    def _refuse(self, problem: Call, refusal: RefusedError, reason: str) -> None:
+        """Count a refusal: of the kernel, unless it has declared it or there is no memory."""
         self.refusals[reason] += 1
-        self.tally.refused(problem, reason)
+        if not isinstance(refusal, ExcludedCallError | NoRoomError):
+            self.tally.asked_for(self.asks, refused=max(1, len(problem.seeds)))
 
     def _judge(self, problem: Call, claim: Check) -> list[Finding]:
         """Run and check a call; raises what the kernel raises."""
@@ -135,8 +146,9 @@ class Runner:
         try:
             findings = claim(trial)
             self.judged += len(of_problems)
-        except NotImplementedError as refusal:  # for example, of strides that it does not declare
-            self.refusals[f"in a second run: {refusal}"] += 1
+            self.tally.asked_for(self.asks, judged=len(of_problems))
+        except RefusedError as refusal:  # for example, of strides that it does not declare
+            self._refuse(problem, refusal, f"in a second run: {refusal}")
         except SubjectError as error:
             raised = [Finding.of_exception(error, self.subject, problem)]
         self._note(trial.asked)
@@ -192,7 +204,7 @@ class Runner:
         )
         together = self.peaks
         for i in order:
-            with suppress(NotImplementedError, SubjectError):
+            with suppress(RefusedError, SubjectError):
                 if found := self._judge(batched.part(i, i + 1), claim):
                     return found
         self.peaks = together

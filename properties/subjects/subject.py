@@ -31,6 +31,7 @@ from fa_verify.properties.subjects.declarations import (
     unknown_word,
 )
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
+from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
 
 __all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
@@ -68,6 +69,8 @@ class Subject:
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
         source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
+        assumed: What the kernel takes alone, found by a probe and declared by nobody, in words:
+            "always causal". A run that holds for it then ends in NOT VERIFIED.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Subject:
     kvcache_splits: Callable[[Problem], int] | None = None
     takes: str = ""
     source: str = ""
+    assumed: tuple[str, ...] = ()
     score_mods: tuple[str, ...] = ()
     cuda_graphs: bool = True
 
@@ -142,19 +146,25 @@ class Subject:
     def assuming(self, declared: Mapping[str, Any]) -> Subject:
         """Return the subject with declarations by word, in place of its own.
 
+        The word "assumed" stands for the field, a list of texts.
+
         Raises:
             ValueError: A declaration is unknown or has an invalid value.
         """
         if not isinstance(declared, Mapping):
             raise ValueError(f"declarations are {declared!r}; needs a dict by word")
-        for word in declared:
+        words = dict(declared)
+        assumed = words.pop("assumed", [])
+        if not isinstance(assumed, list) or not all(isinstance(x, str) for x in assumed):
+            raise ValueError(f"assumed is {assumed!r}; needs a list of texts")
+        for word in words:
             if word not in WORDS:
                 raise unknown_word(self.name, word)
-        words = dict(declared)
         check_declarations(self.name, words)
         numerics = {word: words.pop(word) for word in NUMERICS if word in words}
         of_numerics = dataclasses.replace(self.numerics, **numerics)
-        return dataclasses.replace(self, numerics=of_numerics, **words)
+        narrowings = (*self.assumed, *assumed)
+        return dataclasses.replace(self, numerics=of_numerics, assumed=narrowings, **words)
 
     def promises(self, guarantee: str, config: str) -> tuple[str, ...]:
         """Return the outputs for which a guarantee is promised bitwise in a configuration.
@@ -304,11 +314,11 @@ class Subject:
         """
         reason = self.excludes(problem)
         if reason is not None:
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         if self.merges_alone:
-            raise NotImplementedError(f"{self.name} declares states True: it computes no attention")
+            raise ExcludedCallError(f"{self.name} declares states True: it computes no attention")
         if self.reads_caches_alone:
-            raise NotImplementedError(f"{self.name} declares cache: it takes no padded tensors")
+            raise ExcludedCallError(f"{self.name} declares cache: it takes no padded tensors")
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
@@ -352,11 +362,11 @@ class Subject:
             AssertionError: ``pooled`` does not return a tensor.
         """
         if self.pooled is None:
-            raise NotImplementedError(f"{self.name} declares no pooled")
+            raise ExcludedCallError(f"{self.name} declares no pooled")
         if reason := self.excludes(problem):
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         if score_mods_of(problem):
-            raise NotImplementedError("pooled probabilities do not support score modifications")
+            raise ExcludedCallError("pooled probabilities do not support score modifications")
         found: object = self.pooled(q, k, v, pool=pool, pool_size=size, **self._asked(problem))
         if not isinstance(found, torch.Tensor):
             raise AssertionError(
@@ -379,7 +389,7 @@ class Subject:
             AssertionError: ``states`` does not return two tensors.
         """
         if self.states is None:
-            raise NotImplementedError(f"{self.name} declares no states")
+            raise ExcludedCallError(f"{self.name} declares no states")
         return self._pair(self.states(outs, lses))
 
     @property
@@ -456,10 +466,10 @@ class Subject:
             AssertionError: ``kvcache`` does not return out or (out, lse) as tensors.
         """
         if self.kvcache is None:
-            raise NotImplementedError(f"{self.name} declares no kvcache")
+            raise ExcludedCallError(f"{self.name} declares no kvcache")
         page_size = 0 if tensors["page_table"] is None else k_cache.shape[1]
         if reason := self.excludes_cache(problem, page_size, appends=tensors["k"] is not None):
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         mask = problem.mask
         given = {
             **tensors,
@@ -473,7 +483,7 @@ class Subject:
         words = [x for x in self.cache_keywords if x not in optional]
         if not mask.is_plain:
             if not self.masks_caches:
-                raise NotImplementedError(f"{self.name} takes no mask in a call with a cache")
+                raise ExcludedCallError(f"{self.name} takes no mask in a call with a cache")
             words = [x for x in words if x not in ("causal", "window_size")] + ["mask"]
         mods = {name: given[name] for name in optional if given[name] is not None}
         if problem.softcap is not None:

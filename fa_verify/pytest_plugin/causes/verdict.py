@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 from fa_verify.oracles.guarantee import G5, G12, guarantee_of
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
+from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
 
 __all__ = [
-    "Counts",
     "Explained",
-    "alike",
     "behaves_as",
     "explained",
     "if_intended",
@@ -22,21 +20,6 @@ __all__ = [
     "title",
     "verdict",
 ]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Counts of the checks of a run, which are its tests.
-
-    Args:
-        failed: Checks that failed.
-        hold: Checks that passed.
-        reasons: Number of checks that were not made, by reason.
-    """
-
-    failed: int
-    hold: int
-    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -172,11 +155,6 @@ def explained(
     return found + sorted(rest, key=lambda x: -len(x.tests))
 
 
-def alike(message: str) -> str:
-    """Return a message without numbers: that of the same fault on other problems."""
-    return re.sub(r"\d[\w.,+-]*", "#", message.partition("\n")[0])
-
-
 def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[str]:
     """Yield the lines of the verdict, without a trailing empty line.
 
@@ -185,26 +163,15 @@ def verdict(name: str, counts: Counts, causes: Sequence[Explained]) -> Iterator[
         counts: The counts of the run.
         causes: The causes, see ``explained``.
     """
-    total = counts.failed + counts.hold
-    skipped = sum(counts.reasons.values())
-    kinds = len({alike(x) for x in counts.reasons})
-    not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
-    holds = "holds" if counts.hold == 1 else "hold"
-    if not counts.failed:
-        word = "HOLDS" if counts.hold else "NOT VERIFIED"
-        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}"
-        return
-    yield (
-        f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "
-        f"{counts.failed:,} failed, {counts.hold:,} {holds}{not_asked}"
-    )
+    yield first_line(name, counts, len(causes))
+    failures = counts.failed + counts.broken + counts.too_few
     for number, one in enumerate(causes, 1):
         yield ""
-        yield from _of_cause(number, one, counts.failed)
+        yield from _of_cause(number, one, failures)
 
 
 def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
-    count = f"explains {len(one.tests):,} of {_plural(failed, 'failure')}"
+    count = f"explains {len(one.tests):,} of {plural(failed, 'failure')}"
     if one.cause is None:
         first, *rest = one.message.splitlines()
         yield f"{number:<3}{first}    {count}"
@@ -286,8 +253,8 @@ def behaves_as(cause: RootCause) -> Iterator[str]:
         apart += "; other outputs are wrong in another way" if outputs else ""
         yield (
             f"   {of[0]['elements']:,} of {of[0]['elements']:,} wrong elements of {alone}"
-            f"{_plural(of[0]['problems'], 'problem')} agree, the results of "
-            f"{_plural(max(0, others), 'other fault')} do not{apart}"
+            f"{plural(of[0]['problems'], 'problem')} agree, the results of "
+            f"{plural(max(0, others), 'other fault')} do not{apart}"
         )
 
 
@@ -297,7 +264,3 @@ def if_intended(cause: RootCause) -> str:
         return " or ".join(cause.declarations)
     names = [x.name for x in cause.features if x.name in _EXCLUDING]
     return _EXCLUDING[names[0]] if names else ""
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -45,7 +45,9 @@ class Hunter(Runner):
     def __init__(
         self, runner: Runner, *, folder: Path, causes: Causes, clock: Clock, seconds: float
     ) -> None:
-        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
+        super().__init__(
+            runner.subject, runner.tally, runner.watching, runner.mask, runner.waived, runner.asks
+        )
         self.folder = folder
         self.causes = causes
         self.clock = clock

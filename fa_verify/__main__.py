@@ -1,7 +1,8 @@
 """The command ``fa-verify``: verify a kernel or a mask, and say what can run on this machine.
 
-It starts pytest in this process, on the conformance tests of the installed package, with the
-options of ``pytest_plugin``. The configuration of the current directory has no part in the run.
+It starts pytest in another process, on the conformance tests of the installed package, with the
+options of ``pytest_plugin``. No code of a kernel runs in this one. The configuration of the current
+directory has no part in the run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 __all__ = ["main", "parsed"]
 
 # In a checkout this is a link to tests/conformance.
 _TESTS = (Path(__file__).parent / "conformance").resolve()
 _PLUGIN = "fa_verify.pytest_plugin.running"
-_HOLDS, _FOUND, _USAGE, _NOTHING = 0, 1, 2, 4
-# Exit statuses of pytest: all passed, some failed, stopped before its end. The others are errors.
-_STATUS = {0: _HOLDS, 1: _FOUND, 2: _FOUND}
+_HOLDS, _FOUND, _USAGE = 0, 1, 2
 # Packages that ``doctor`` lists, and their use.
 _PACKAGES = {
     "torch": "computes the exact results and the bounds",
@@ -50,7 +48,7 @@ _CALL = re.compile(r"""verify\(.*[._]from_json\(('(?:[^'\\]|\\.)*')\)""")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if everything holds, 1 for findings, 2 for wrong usage."""
+    """Run the command, and return its exit status: see docs/command.md."""
     options = parsed(sys.argv[1:] if arguments is None else arguments)
     if options.command == "list":
         from fa_verify.registry import kernel_table
@@ -73,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The replay line of ``explain`` carries what was assumed.
     if options.command == "check":
         assumed = _assumed(options.kernel, options.of_pytest, bits=not options.quick)
-    return _run([*assumed, *options.of_pytest])
+    named = options.kernel or getattr(options, "mask", None) or "the kernel"
+    return _run([*assumed, *options.of_pytest], named)
 
 
 def _assumed(kernel: str | None, of_pytest: Sequence[str], *, bits: bool) -> list[str]:
@@ -150,8 +149,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of the command, and that of ``explain``."""
     parser = argparse.ArgumentParser(
         prog="fa-verify",
-        description="Verify attention kernels. Exit status: 0 if everything holds, 1 for findings "
-        "or a run that was stopped, 2 for wrong usage, 3 for an error of the suite.",
+        description="Verify attention kernels. Exit status: 0 HOLDS, 1 FAILED, 2 wrong usage or a "
+        "kernel that cannot be loaded, 3 an error of the suite, 4 NOT VERIFIED.",
         epilog="Arguments after -- are passed to pytest: fa-verify check my.py:attention -- -x",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -290,31 +289,10 @@ def _explain(file: str, mask: str | None) -> int:
     return _HOLDS
 
 
-class _Ends:
-    """Notes whether tests were skipped, whether any ran, and whether assumptions narrowed them."""
-
-    skipped = ran = narrowed = False
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note the end of a test, in this process or in a worker."""
-        from fa_verify.session import is_turn
-
-        self.skipped |= report.skipped
-        self.ran |= report.when == "call" and (not report.skipped or is_turn(report))
-
-    def pytest_sessionfinish(self, session: Any) -> None:
-        """Note whether assumptions about the kernel left problems out."""
-        from fa_verify.session import assumed_by
-
-        self.narrowed = bool(assumed_by(session.config))
-
-
-def _run(of_pytest: Sequence[str]) -> int:
+def _run(of_pytest: Sequence[str], kernel: str) -> int:
     """Run the conformance tests, and return the exit status of the command."""
-    import pytest
+    from fa_verify.conformance_process import run
 
-    # As for ``python -m pytest``: a kernel may be given as package.module:name.
-    sys.path.insert(0, os.getcwd())
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
         # Assertions of the suite need no rewriting, which takes longer than many a check.
@@ -326,11 +304,7 @@ def _run(of_pytest: Sequence[str]) -> int:
     # One screen: pytest's header and warnings, and most tables, are printed with -v.
     if not any(_VERBOSE.fullmatch(x) for x in of_pytest):
         arguments += ["-q", "--disable-warnings"]
-    ends = _Ends()
-    status = int(pytest.main([*arguments, *of_pytest], plugins=[ends]))
-    if status == pytest.ExitCode.OK and (ends.narrowed or (ends.skipped and not ends.ran)):
-        return _NOTHING
-    return _STATUS.get(status, 3 if status == pytest.ExitCode.INTERNAL_ERROR else _USAGE)
+    return run([*arguments, *of_pytest], kernel)
 
 
 def _version(package: str) -> str | None:

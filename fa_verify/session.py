@@ -22,6 +22,7 @@ __all__ = [
     "NOT_ASKED",
     "OURS",
     "TURN_OVER",
+    "TooFewError",
     "assumed_by",
     "device_of",
     "in_checkout",
@@ -45,6 +46,10 @@ NOT_ASKED = "not asked"
 TURN_OVER = "the turn is over"
 _SUBJECT = pytest.StashKey[Subject]()
 _MASK = pytest.StashKey[type[Mask] | None]()
+
+
+class TooFewError(pytest.fail.Exception):
+    """A check judged too few problems to say anything of the kernel."""
 
 
 def is_ours(config: pytest.Config) -> bool:

@@ -40,7 +40,9 @@ __all__ = ["Report", "verify"]
 class Report:
     """The result of ``verify``.
 
-    ``bool(report)`` is True if at least one problem was judged and there are no findings.
+    ``bool(report)`` is True if at least one problem was judged, there are no findings, the kernel
+    refused at most half of the calls of each guarantee, and nothing is assumed that narrows what it
+    takes: where ``fa-verify check`` says HOLDS.
     ``str(report)`` lists the findings, followed by the summary of the run.
 
     Args:
@@ -57,6 +59,10 @@ class Report:
             one dtype and was not tried in others, the key names these: "G1 in bf16, fp32". Declared
             values that no judged problem had are keys too: "head_dims 512, 576".
         summary: The summary table, one line per output and dtype.
+        mostly_refused: Share of the calls that the kernel refused though no declaration excludes
+            them, by guarantee, where it exceeds a half. "" stands for calls of several guarantees.
+        contradiction: What speaks against a report without findings, an error of the suite.
+        assumed: What the kernel is assumed to take alone: see ``Subject``.
     """
 
     subject: str
@@ -68,15 +74,26 @@ class Report:
     worst: dict[str, float]
     unchecked: dict[str, str]
     summary: str
+    mostly_refused: dict[str, float] = dataclasses.field(default_factory=dict)
+    contradiction: str = ""
+    assumed: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         limited = any(CANNOT_RUN in why for why in self.unsupported)
-        return self.judged > 0 and not self.findings and not limited
+        doubts = (self.mostly_refused, self.contradiction, self.assumed, limited)
+        return self.judged > 0 and not self.findings and not any(doubts)
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
         lines += [f"{self.subject} declares {self.declared}", self.summary]
         lines += [f"{name} was not checked: {why}" for name, why in self.unchecked.items()]
+        lines += [
+            f"not verified: {share:.0%} of the problems {f'of {key} ' if key else ''}were refused"
+            for key, share in self.mostly_refused.items()
+        ]
+        if self.contradiction and not self.findings:
+            lines.append(f"an error of the suite: {self.contradiction}, and there is no finding")
+        lines += [f"not verified: it is assumed to take {x} alone" for x in self.assumed]
         if not self.judged:
             lines.append("no problem was judged, so nothing is verified")
         return "\n".join(lines)
@@ -115,7 +132,8 @@ def verify(
         seed: Seed of the draw. The same seed draws the same problems.
 
     Returns:
-        A report that is true if at least one problem was judged and no guarantee was violated.
+        A report that is true if no guarantee was violated and the kernel was verified, see
+        ``Report``.
 
     Raises:
         TypeError: ``subject`` is neither callable nor a ``Subject``.
@@ -230,6 +248,9 @@ def _verify(
         worst={key: ratio for key, (ratio, _) in tally.worst.items()},
         unchecked=unchecked,
         summary="\n".join(tally.lines()),
+        mostly_refused=tally.mostly_refused(),
+        contradiction=tally.contradiction(),
+        assumed=subject.assumed,
     )
 
 
@@ -271,6 +292,7 @@ def _drawn(
     settings, subject = draws(count), runner.subject
     for claim in claims:
         name = _name(claim)
+        runner.asks = claim.guarantee.key
         variants = _variants(subject, claim)
         if not variants:
             unchecked[name] = (

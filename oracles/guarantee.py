@@ -289,10 +289,14 @@ EXCEPTION = Guarantee(
 FORM = Guarantee(
     "form",
     "of outputs",
-    "An output has the shape of its call and the dtype of the inputs. lse and pooled probabilities "
-    "are float32, or float64 for float64 inputs.",
+    "An output is a torch.Tensor, of no subclass, with the shape of its call and the dtype of the "
+    "inputs. lse and pooled probabilities are float32, or float64 for float64 inputs.",
     text="form",
 )
 INPUTS = Guarantee(
-    "inputs", "are not changed", "A call leaves its inputs as they are.", text="inputs"
+    "inputs",
+    "are not changed",
+    "A call leaves its inputs and the global settings of PyTorch as they are: default device and "
+    "dtype, grad mode, deterministic mode, threads, precision, and the state of generators.",
+    text="inputs",
 )

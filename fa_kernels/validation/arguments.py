@@ -14,6 +14,7 @@ import torch
 
 from fa_kernels.configs import CONFIGS, Config, holds_large_tiles, resolve
 from fa_kernels.runtime.device_cache import cached_on_device
+from fa_kernels.runtime.versions import check_held
 from fa_kernels.schedule.block_sparse import (
     VISIBLE,
     BlockMaps,
@@ -62,7 +63,8 @@ class MaskLike(Protocol):
     predicate that hides further keys as a pair (function, args). ``function`` is a ``triton.jit``
     function of (b, h, m, n, args), with scalars b and h and tiles m and n of valid rows and keys.
     ``args`` is a tuple of ints, tensors and such tuples; bools and ints of less than 32 bits in
-    tensors are widened to int32.
+    tensors are widened to int32. Results are cached by the mask, and by the versions of the tensors
+    that it holds. A mask that holds tensors compares by identity: ``@dataclass(eq=False)``.
 
     Attributes:
         causal: Whether window_right is 0.
@@ -447,6 +449,8 @@ def check(
     if hasattr(mask, "native"):
         if type(mask).__hash__ is None:
             raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
+        if not torch.compiler.is_compiling():  # which takes masks of ints, strings and tuples only
+            check_held(mask)
         token = token_of(mask)
     if block_mask is not None:
         check_block_mask(block_mask, block_size, q, k)

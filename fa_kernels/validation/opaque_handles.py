@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fa_kernels.runtime.private import traced_as_constant
+from fa_kernels.runtime.versions import versions_of
 
 __all__ = ["token_of", "value_of"]
 
@@ -22,8 +23,9 @@ __all__ = ["token_of", "value_of"]
 MOST = 4096
 
 _lock = Lock()
-_tokens: OrderedDict[Any, str] = OrderedDict()
-_values: dict[str, Any] = {}
+# An object with the versions of its tensors to its token, and back.
+_tokens: OrderedDict[tuple[Any, tuple[int, ...]], str] = OrderedDict()
+_values: dict[str, tuple[Any, tuple[int, ...]]] = {}
 _made = 0
 
 
@@ -45,36 +47,43 @@ def value_of(token: str) -> Any:
     """Returns the object of a token.
 
     Raises:
-        RuntimeError: The token comes from another process, or ``MOST`` other objects have been used
-            since.
+        RuntimeError: The token comes from another process, ``MOST`` other objects have been used
+            since, or a tensor of the object has been changed in place since.
     """
     try:
-        value = _values[token]
-        _tokens.move_to_end(value)
+        key = _values[token]
+        _tokens.move_to_end(key)
     except KeyError:
         raise RuntimeError(
             f"flash_attention got {token!r}, which is from another process or older than the last "
             f"{MOST}; needs a mask or a config of this process"
         ) from None
+    value, versions = key
+    if versions_of(value) != versions:
+        raise RuntimeError(
+            "a tensor that the mask holds has been changed in place since the forward pass; needs "
+            "the same content in the backward pass"
+        )
     return value
 
 
 def _token(value: Any) -> str:
+    key = value, versions_of(value)
     try:
-        token = _tokens[value]
-        _tokens.move_to_end(value)
+        token = _tokens[key]
+        _tokens.move_to_end(key)
     except KeyError:
-        token = _added(value)
+        token = _added(key)
     return token
 
 
-def _added(value: Any) -> str:
+def _added(key: tuple[Any, tuple[int, ...]]) -> str:
     global _made
     with _lock:
         _made += 1
-        token = f"{value!r} #{_made}"
-        _tokens[value] = token
-        _values[token] = value
+        token = f"{key[0]!r} #{_made}"
+        _tokens[key] = token
+        _values[token] = key
         if len(_tokens) > MOST:
             del _values[_tokens.popitem(last=False)[1]]
     return token

@@ -27,6 +27,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
@@ -232,7 +233,7 @@ class _Search:
             return None
         try:
             return self._run(problem)
-        except (SubjectError, NotImplementedError):
+        except (SubjectError, RefusedError):
             return None
 
     def _check_time(self) -> None:

@@ -22,6 +22,7 @@ import fa_verify
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.pytest_plugin.statuses import Status
 from fa_verify.pytest_plugin.waivers import named_in
 from fa_verify.session import subject_of
 
@@ -80,7 +81,7 @@ class Sarif:
             write_atomically(self.path, f"{json.dumps(found, indent=1)}\n")
         except OSError as error:
             self.said = f"SARIF: not written: {error}"
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = session.exitstatus or Status.SUITE
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print why the file is not written."""
@@ -97,7 +98,7 @@ def document(
         subject: The subject under test.
         failures: ``guarantee``, ``output``, ``message`` and ``size`` of each failure. The one with
             the shortest ``size``, the JSON of its problem, stands for its group.
-        exit_status: Exit status of pytest.
+        exit_status: Exit status of the run.
     """
     groups: dict[tuple[str, str], list[Mapping[str, str]]] = {}
     for failure in failures:
@@ -120,7 +121,7 @@ def document(
                     }
                 },
                 "invocations": [
-                    {"executionSuccessful": exit_status in (0, 1), "exitCode": exit_status}
+                    {"executionSuccessful": exit_status in (0, 1, 4), "exitCode": exit_status}
                 ],
                 "results": [
                     _result(subject, rules.index(key[0]), *key, group)

@@ -115,6 +115,11 @@ class Waivers:
                 return waiver
         return None
 
+    @property
+    def total(self) -> tuple[int, int]:
+        """The numbers of the findings that were waived, and of the waivers that matched one."""
+        return sum(self.counts.values()), sum(count > 0 for count in self.counts.values())
+
     def records(self) -> list[dict[str, Any]]:
         """Return the waivers as plain values, with the number of failures that each matched."""
         return [

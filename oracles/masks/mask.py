@@ -76,6 +76,9 @@ class Mask:
     ``uniform=True`` declares that ``mask_mod`` does not depend on b and h. ``a & b`` and ``a | b``
     combine masks.
 
+    Masks of one class are equal if their fields are. A subclass that holds tensors declares
+    ``@dataclass(frozen=True, kw_only=True, eq=False)``: its masks are equal to themselves alone.
+
     Source: the alignment and the window of flash_attn 2.1 and later.
     """
 
@@ -120,6 +123,32 @@ class Mask:
             )
         for name in ("seqlens_q", "seqlens_k"):
             object.__setattr__(self, name, _checked_lengths(name, getattr(self, name)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two masks have the same class, window and lengths.
+
+        A mask of a subclass that inherits this method and holds more is equal to itself alone.
+        Caches of kernels would else give it the tables of another mask.
+        """
+        if not isinstance(other, Mask) or other.__class__ is not self.__class__:
+            return NotImplemented
+        return self is other or (self._is_of_lengths and self._values() == other._values())
+
+    def __hash__(self) -> int:
+        """Hash in agreement with ``==``."""
+        if not self._is_of_lengths:
+            return object.__hash__(self)
+        return hash((self.__class__, *self._values()))
+
+    def _values(self) -> tuple[object, ...]:
+        """The values of the fields of ``Mask``."""
+        return tuple(getattr(self, name) for name in sorted(_FIELDS))
+
+    @property
+    def _is_of_lengths(self) -> bool:
+        """Whether the mask holds nothing but the fields of ``Mask``."""
+        named = {x.name for x in dataclasses.fields(self)}
+        return named == _FIELDS and vars(self).keys() <= named
 
     @property
     def right(self) -> int | None:
@@ -282,6 +311,7 @@ class Mask:
         return Either(first=self, second=other) if isinstance(other, Mask) else NotImplemented
 
 
+_FIELDS = {x.name for x in dataclasses.fields(Mask)}
 _Lengths = tuple[int, ...] | None
 
 

@@ -24,6 +24,7 @@ from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.trial import run_kvcache
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
 from fa_verify.properties.kinds.caches import CacheTrial, Result, expected, run, run_cache
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = [
@@ -106,7 +107,7 @@ def _other_sizes(subject: Subject, problem: CacheProblem) -> _Calls:
     for size in sizes:
         if size != problem.page_size:
             x = make_cache(problem, inputs, page_size=size, order=1 + size, is_shared=False)
-            with suppress(NotImplementedError):
+            with suppress(RefusedError):
                 told = f"with pages of {size} rows" if size else "in one row an entry"
                 yield told, first, run_cache(subject, problem, x)
 
@@ -205,7 +206,7 @@ def nothing(trial: CacheTrial) -> list[Finding]:
                 findings += found
                 if found:
                     break
-        except NotImplementedError as reason:
+        except RefusedError as reason:
             refusals.append(str(reason))
     if len(refusals) < len(cases):
         trial.applies(C5.key)
@@ -251,7 +252,7 @@ def _neighbours(subject: Subject, problem: CacheProblem) -> _Calls:
             )  # fmt: skip
             try:
                 out, lse = run_cache(subject, problem, call)
-            except NotImplementedError:
+            except RefusedError:
                 break
             at = copies // 2
             found.append((out[at : at + 1], None if lse is None else lse[at : at + 1]))
@@ -331,7 +332,7 @@ def _chunks(subject: Subject, problem: CacheProblem) -> _Calls:
         ("token by token", list(range(1, count + 1))),
         (f"in chunks cut at row {cut}", [*([cut] if cut else []), count]),
     ):
-        with suppress(NotImplementedError):
+        with suppress(RefusedError):
             again = _decoded(subject, problem, first, ends)
             yield f"where the last {count} rows are decoded {told}", first, again
 
@@ -345,7 +346,7 @@ def decoding(trial: CacheTrial) -> list[Finding]:
     if causal != trial.problem:
         try:
             found = run(trial.subject, causal)
-        except NotImplementedError as refusal:
+        except RefusedError as refusal:
             trial.not_applicable(I3.key, f"to {trial.subject.name}: {refusal}")
             return []
         if found is None:

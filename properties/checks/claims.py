@@ -88,6 +88,7 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial
 from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
+from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "BY_NAME", "CLAIMS", "Check", "Claim", "Drawn", "accuracy", "accuracy_of_all", "backward",
@@ -597,7 +598,7 @@ def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
         for name, check in checks.items():
             try:
                 findings += check(trial)
-            except (MemoryError, NotImplementedError) as reason:
+            except (MemoryError, RefusedError) as reason:
                 unchecked[name] = str(reason)
             except SubjectError as error:
                 raised = Finding.of_exception(error, trial.subject, trial.problem)

@@ -21,6 +21,7 @@ from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, p
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, NO_SINKS
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "OTHER_DTYPE",
@@ -111,7 +112,7 @@ def independence(trial: AttentionTrial) -> list[Finding]:
             dlse=of_dlse, alibi_slopes=of_slopes, bias=of_bias, sinks=of_sinks
         )
         part = run_subject(trial.subject, alone, inputs)
-    except NotImplementedError as refusal:  # for example, too few heads for the subject
+    except RefusedError as refusal:  # for example, too few heads for the subject
         why = f"to {trial.subject.name}, which refuses one batch entry and head alone: {refusal}"
         trial.not_applicable(G9.key, why)
         return []
@@ -129,7 +130,7 @@ def repeatable(trial: AttentionTrial) -> list[Finding]:
     for _ in range(_REPEATS):
         try:
             again = run_subject(trial.subject, trial.problem, trial.inputs)
-        except NotImplementedError as refusal:
+        except RefusedError as refusal:
             raise SubjectError(f"NotImplementedError in a second run: {refusal}") from refusal
         findings = agree(trial, again, G10, "differs from run to run")
         if findings:
@@ -147,7 +148,7 @@ def state(trial: AttentionTrial) -> list[Finding]:
         inputs = make(neighbour)
         try:
             run_subject(trial.subject, neighbour, inputs)
-        except NotImplementedError as refusal:
+        except RefusedError as refusal:
             _refused(trial, neighbour, str(refusal))
             continue
         trial.applies(_part(trial.problem, neighbour))
@@ -172,7 +173,7 @@ def sequence(trial: AttentionTrial) -> list[Finding]:
             continue
         try:
             called = planned.run(subject)
-        except NotImplementedError as refusal:
+        except RefusedError as refusal:
             _refused(trial, other, str(refusal))
             continue
         trial.applies(_part(problem, other))

@@ -20,6 +20,7 @@ from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
 from fa_verify.properties.execution.large_memory import large_memory, spare_memory
 from fa_verify.properties.execution.trial import AttentionTrial, run_gradients, run_subject
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.subjects.refusals import ExcludedCallError
 
 __all__ = [
     "FAR",
@@ -169,7 +170,7 @@ def far_offsets(trial: AttentionTrial) -> list[Finding]:
     loads, for odd seeds and for subjects that do not declare the layout "strided".
 
     Raises:
-        NotImplementedError: The subject declares layouts without gaps.
+        ExcludedCallError: The subject declares layouts without gaps.
         MemoryError: The device has too little memory. The check needs somewhat more than 2**32
             elements; on a CPU this is address space only.
     """
@@ -177,7 +178,7 @@ def far_offsets(trial: AttentionTrial) -> list[Finding]:
     shapes = [tuple(x.shape) for x in trial.inputs.tensors]
     layouts = trial.subject.layouts
     if layouts is not None and not {"padded", "strided"} & {*layouts}:
-        raise NotImplementedError(
+        raise ExcludedCallError(
             f"{trial.subject.name} declares layouts={layouts}, which have no gaps"
         )
     whole = problem.seed % 2 == 1 or (layouts is not None and "strided" not in layouts)

@@ -26,6 +26,7 @@ from fa_verify.properties.kinds.merges import (
     run_merge,
     silent_part,
 )
+from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "accuracy", "alone", "conventions", "far_apart", "grouping", "not_hidden", "of_a_ring",
@@ -100,7 +101,7 @@ def grouping(trial: MergeTrial) -> list[Finding]:
     width = 2 + problem.seed % 3
     try:
         grouped = merged_by(width)
-    except NotImplementedError:
+    except RefusedError:
         # A function that merges two states at a time.
         width, grouped = 2, merged_by(2)
     findings = []
@@ -157,7 +158,7 @@ def alone(trial: MergeTrial) -> list[Finding]:
             claim = f"is not that of part {p} beside one that saw nothing, whose out holds {beside}"
         try:
             got = _run(trial, part, in_turn=False)
-        except NotImplementedError:
+        except RefusedError:
             if beside is None:  # it takes no part alone
                 continue
             raise

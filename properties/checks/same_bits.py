@@ -26,6 +26,7 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = ["CHECKS", "difference", "parts_of", "subject_of"]
@@ -122,7 +123,7 @@ def _of(word: str) -> Callable[[AttentionTrial], list[Finding]]:
         for part in parts_of(word, subject, problem, trial.inputs):
             try:
                 got = run_subject(subject_of(subject, part), part.problem, part.inputs)
-            except NotImplementedError as refusal:
+            except RefusedError as refusal:
                 why = f"to {subject.name}, which refuses {part.told}: {refusal}"
                 trial.not_applicable(guarantee, why)
                 continue

@@ -28,6 +28,7 @@ from fa_verify.properties.execution.trial import (
     run_trial,
 )
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
@@ -209,7 +210,7 @@ def captured(
     try:
         with cuda.graph(graph):
             found = run()
-    except (NotImplementedError, SubjectError):
+    except (RefusedError, SubjectError):
         raise
     except Exception as error:  # the capture ends with an error of its own
         raise SubjectError(f"{type(error).__name__}: {error}") from error

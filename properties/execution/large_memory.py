@@ -18,6 +18,7 @@ import torch
 
 from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.workers import GIB_PER_WORKER, sharing
+from fa_verify.properties.subjects.refusals import NoRoomError
 
 __all__ = [
     "free_memory",
@@ -125,12 +126,12 @@ def no_room(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refusal_without_room() -> Iterator[None]:
-    """Raise NotImplementedError for an allocation in the block that ``no_room`` explains."""
+    """Raise NoRoomError for an allocation in the block that ``no_room`` explains."""
     try:
         yield
     except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
         if reason := no_room(error):
-            raise NotImplementedError(reason) from error
+            raise NoRoomError(reason) from error
         raise
 
 

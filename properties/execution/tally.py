@@ -67,6 +67,9 @@ class Tally:
         self.values: set[Value] = set()
         # Outputs that the subject is not asked for, with the declaration, to digests of problems.
         self.not_asked: dict[str, set[str]] = {}
+        # Key of a guarantee to the numbers of calls that were judged for it and that were refused,
+        # though no declaration excludes them; "" for calls that several guarantees are asked of.
+        self.asked: dict[str, tuple[int, int]] = {}
 
     @property
     def attends(self) -> bool:
@@ -110,6 +113,39 @@ class Tally:
         """Add a problem that the subject refused, with the reason."""
         self.unsupported.setdefault(reason, set()).add(_digest(problem.to_json()))
 
+    def asked_for(self, guarantee: str, *, judged: int = 0, refused: int = 0) -> None:
+        """Count calls that a guarantee was asked of, by its key."""
+        before = self.asked.get(guarantee, (0, 0))
+        self.asked[guarantee] = (before[0] + judged, before[1] + refused)
+
+    @property
+    def refused_share(self) -> float:
+        """The share of the calls that the kernel refused, though no declaration excludes them."""
+        judged, refused = (sum(x) for x in zip((0, 0), *self.asked.values(), strict=True))
+        return refused / max(1, judged + refused)
+
+    def mostly_refused(self) -> dict[str, float]:
+        """Return the share of refused calls by guarantee, where it exceeds a half."""
+        return {
+            key: refused / (judged + refused)
+            for key, (judged, refused) in sorted(self.asked.items())
+            if refused > judged
+        }
+
+    def contradiction(self) -> str:
+        """Return what speaks against a run without findings; "" if nothing does.
+
+        A finding follows from each error above its bound, and a judged call is counted.
+        """
+        above = [(ratio, key) for key, (ratio, _) in self.worst.items() if not ratio <= 1]
+        if above:
+            ratio, key = max(above)
+            return f"error/bound is {ratio_text(ratio)} for {' in '.join(key.rsplit(' ', 1))}"
+        judged = sum(judged for judged, _ in self.asked.values())
+        if judged and not self.problems:
+            return f"{judged} problems were judged, and none is counted"
+        return ""
+
     def _keep(self, key: str, ratio: float, problem: str) -> None:
         if key not in self.worst or ratio > self.worst[key][0]:
             self.worst[key] = (ratio, problem)
@@ -126,6 +162,7 @@ class Tally:
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
             "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
             "values": [list(value) for value in self.values],
+            "asked": {key: list(value) for key, value in self.asked.items()},
         }
 
     def hand_over(self) -> dict[str, Any]:
@@ -151,6 +188,8 @@ class Tally:
             self.unsupported.setdefault(reason, set()).update(digests)
         for what, digests in record["not_asked"].items():
             self.not_asked.setdefault(what, set()).update(digests)
+        for key, (judged, refused) in record["asked"].items():
+            self.asked_for(key, judged=judged, refused=refused)
 
     def coverage(self, possible: Iterable[Cell]) -> dict[str, Any]:
         """Return the counts of problems by path, dtype and column, and the names of empty cells.

@@ -29,15 +29,18 @@ from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.large_memory import no_room
 from fa_verify.properties.execution.ratios import largest_ratios
+from fa_verify.properties.execution.settings import changed_settings
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.subjects.refusals import CannotRunError, NoRoomError, RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN, advice, asks_for_a_gpu
 
 __all__ = [
     "AttentionTrial",
     "ChangedInputError",
+    "ChangedSettingsError",
     "GradientRun",
     "Judged",
     "OutOfRangeError",
@@ -46,6 +49,7 @@ __all__ = [
     "Trial",
     "WrongFormError",
     "faults_of_the_subject",
+    "kept_settings",
     "plan_in_range",
     "plan_run",
     "run_gradient",
@@ -159,7 +163,7 @@ class AttentionTrial(Trial):
 
 
 class SubjectError(Exception):
-    """The subject raised an exception other than NotImplementedError, or returned no valid result.
+    """The subject raised an exception that is no refusal, or returned no valid result.
 
     Args:
         message: Description of the fault.
@@ -185,10 +189,10 @@ class OutOfRangeError(ValueError):
 
 
 class WrongFormError(SubjectError):
-    """An output has a wrong shape or dtype."""
+    """An output has a wrong type, shape or dtype."""
 
     guarantee = FORM
-    claim = "returns an output of a wrong shape or dtype"
+    claim = "returns an output of a wrong type, shape or dtype"
 
 
 class ChangedInputError(SubjectError):
@@ -198,9 +202,39 @@ class ChangedInputError(SubjectError):
     claim = "changes its inputs in place; needs to leave them as they are"
 
 
+class ChangedSettingsError(SubjectError):
+    """The subject changed a global setting of PyTorch, which is restored."""
+
+    guarantee = INPUTS
+    claim = "changes global settings of PyTorch; needs to leave them as they are"
+
+
+@contextmanager
+def kept_settings() -> Iterator[None]:
+    """Restore the global settings of PyTorch after a call.
+
+    Raises:
+        ChangedSettingsError: The block changed one. It names an exception of the block too.
+    """
+    raised: Exception | None = None
+    with changed_settings() as changed:
+        try:
+            yield
+        except Exception as error:
+            raised = error
+    if changed:
+        then = [f"and raises {_told(raised)}"] if raised is not None else []
+        told = "\n".join([*(f"it changes {x}" for x in changed), *then])
+        raise ChangedSettingsError(told) from raised
+    if raised is not None:
+        raise raised
+
+
 @contextmanager
 def _poisoned_allocations() -> Iterator[None]:
     """Make ``torch.empty`` return NaN inside the block, so that unwritten elements are detected.
+
+    The block calls a kernel, which has to keep the settings of PyTorch.
 
     PyTorch fills new memory only in deterministic mode. The mode is set to "warn", so that a
     library still runs its default algorithms; the warnings are ignored.
@@ -213,19 +247,23 @@ def _poisoned_allocations() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            with kept_settings():
+                yield
     finally:
         torch.set_deterministic_debug_mode(mode)
         fill.fill_uninitialized_memory = fills
 
 
 def _check_form(name: str, got: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Check the shape and dtype of an output, which comparisons of values do not cover.
+    """Check the type, shape and dtype of an output, which comparisons of values do not cover.
 
     Raises:
-        WrongFormError: The shape or dtype is wrong. lse and pooled probabilities are float64 for
-            float64 inputs and float32 otherwise; other outputs have the dtype of the inputs.
+        WrongFormError: One is wrong. A subclass of torch.Tensor may compute comparisons itself.
+            lse and pooled probabilities are float64 for float64 inputs and float32 otherwise; other
+            outputs have the dtype of the inputs.
     """
+    if type(got) is not torch.Tensor:
+        raise WrongFormError(f"{name} is a {type(got).__name__}; needs a torch.Tensor")
     dtype = like.dtype
     if name in ("lse", "pooled"):
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -250,7 +288,7 @@ def run_subject(
 
     Raises:
         SubjectError: The subject raises, changes an input, or an output has a wrong shape or dtype.
-        NotImplementedError: The subject refuses the problem.
+        RefusedError: The subject refuses the problem.
     """
     if asynchronous:
         with _exceptions_of_the_subject():
@@ -272,7 +310,7 @@ def run_gradient(subject: Subject, problem: Problem, inputs: Inputs, name: str) 
 
     Raises:
         SubjectError: The subject raises, or the gradient's shape or dtype is not its tensor's.
-        NotImplementedError: The subject refuses the problem.
+        RefusedError: The subject refuses the problem.
     """
     with faults_of_the_subject(inputs):
         out, lse, found = _run_gradients(subject, problem, inputs, (name,))
@@ -286,7 +324,7 @@ def run_gradients(
 
     Raises:
         SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
-        NotImplementedError: The subject refuses the problem.
+        RefusedError: The subject refuses the problem.
     """
     with faults_of_the_subject(inputs):
         return _run_gradients(subject, problem, inputs, wanted)[2]
@@ -309,7 +347,7 @@ def run_pooled(
 
     Raises:
         SubjectError: The subject raises, or the result has a wrong shape or dtype.
-        NotImplementedError: The subject refuses the problem, or does not support pooling.
+        RefusedError: The subject refuses the problem, or does not support pooling.
     """
     q, k, v = inputs[:3]
     shape = (*q.shape[:2], -(-problem.M // size[0]), -(-problem.N // size[1]))
@@ -330,7 +368,7 @@ def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
 
     Raises:
         SubjectError: The subject raises, changes an input, or an output has a wrong shape or dtype.
-        NotImplementedError: The subject refuses the call, or does not merge states.
+        RefusedError: The subject refuses the call, or does not merge states.
     """
     outs, lses, dout, dlse = states
     with faults_of_the_subject(states):
@@ -358,7 +396,7 @@ def run_kvcache(
     Raises:
         SubjectError: The subject raises, changes another input, or an output has a wrong shape or
             dtype.
-        NotImplementedError: The subject refuses the call, or attends to no cache.
+        RefusedError: The subject refuses the call, or attends to no cache.
     """
     new = 0 if x.k is None else x.k.shape[2]
     held = tuple(length + new for length in x.cache_seqlens.tolist())
@@ -387,7 +425,7 @@ _MOST_COMPARED = 2**28
 
 @contextmanager
 def faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
-    """Convert exceptions inside the block to SubjectError, except NotImplementedError.
+    """Convert exceptions inside the block to SubjectError, NotImplementedError to RefusedError.
 
     Raises:
         ChangedInputError: The block changes a bit of an input.
@@ -420,26 +458,30 @@ def faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator
 def _exceptions_of_the_subject(
     forward: Outputs[torch.Tensor | None] | None = None,
 ) -> Iterator[None]:
-    """Convert exceptions to SubjectError, except NotImplementedError; add forward's outputs.
+    """Convert exceptions to RefusedError and SubjectError; add forward's outputs.
 
     A KeyboardInterrupt is converted unless a signal raises it.
     """
     with _interrupts() as interrupts:
         try:
             yield
-        except NotImplementedError:
-            raise
+        except NotImplementedError as error:
+            raise _refusal(error) from error
         except SubjectError as error:
             error.forward = error.forward or forward
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if reason := no_room(error):
-                raise NotImplementedError(reason) from error
+                raise NoRoomError(reason) from error
             if reason := asks_for_a_gpu(error):
-                raise NotImplementedError(f"{CANNOT_RUN}{reason}") from error
+                raise CannotRunError(f"{CANNOT_RUN}{reason}") from error
             if interrupts:
                 raise KeyboardInterrupt from error
             raise SubjectError(_told(error), forward) from error
+
+
+def _refusal(error: NotImplementedError) -> RefusedError:
+    return error if isinstance(error, RefusedError) else RefusedError(*error.args)
 
 
 @contextmanager
@@ -584,7 +626,7 @@ class PlannedRun:
 
         Raises:
             SubjectError: The subject raises, or an output has a wrong shape or dtype.
-            NotImplementedError: The subject refuses the problem.
+            RefusedError: The subject refuses the problem.
         """
         # On a CPU a write out of bounds would corrupt the heap and crash the process later.
         with GuardBands() if self.problem.device == "cpu" else nullcontext():
@@ -658,7 +700,7 @@ def run_trial(subject: Subject, problem: Problem) -> AttentionTrial | None:
 
     Raises:
         SubjectError: The subject raises, or an output has a wrong shape or dtype.
-        NotImplementedError: The subject refuses the problem.
+        RefusedError: The subject refuses the problem.
         RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
     planned = plan_run(subject, problem)

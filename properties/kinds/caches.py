@@ -31,6 +31,7 @@ from fa_verify.properties.kinds import features as of_attention
 from fa_verify.properties.kinds import reductions as simpler
 from fa_verify.properties.kinds.feature import Feature, present
 from fa_verify.properties.kinds.kind import Kind
+from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 from fa_verify.properties.subjects.supported_caches import cached
@@ -83,10 +84,10 @@ def run(subject: Subject, problem: CacheProblem) -> CacheTrial | None:
 
     Raises:
         SubjectError: The kernel raises, changes another input, or an output has a wrong form.
-        NotImplementedError: The kernel refuses the call, or its declarations exclude it.
+        RefusedError: The kernel refuses the call, or its declarations exclude it.
     """
     if reason := excludes(subject, problem):
-        raise NotImplementedError(reason)
+        raise ExcludedCallError(reason)
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs)
     caches = expected(x)
@@ -114,7 +115,7 @@ def run_cache(
 
     Raises:
         SubjectError: As ``run``.
-        NotImplementedError: The kernel refuses the call.
+        RefusedError: The kernel refuses the call.
     """
     with GuardBands(fill) as guards:
         found = run_kvcache(subject, problem.attention, x)

@@ -27,6 +27,7 @@ from fa_verify.properties.kinds.feature import Feature, present
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.kinds.reductions import steps
 from fa_verify.properties.problems.merges import merges
+from fa_verify.properties.subjects.refusals import ExcludedCallError, RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 
@@ -99,11 +100,11 @@ def run(subject: Subject, problem: MergeProblem) -> MergeTrial:
 
     Raises:
         SubjectError: The kernel raises, changes an input, or an output has a wrong shape or dtype.
-        NotImplementedError: The kernel refuses the merge.
+        RefusedError: The kernel refuses the merge.
         RuntimeError: A bound is not finite, an error of the suite.
     """
     if reason := excludes(subject, problem):
-        raise NotImplementedError(reason)
+        raise ExcludedCallError(reason)
     convention, states = Convention.of(subject), make_states(problem)
     given = states._replace(lses=convention.written(states.lses))
     exact = given._replace(lses=convention.natural(given.lses))
@@ -137,13 +138,13 @@ def run_merge(
 
     Raises:
         SubjectError: As ``run``.
-        NotImplementedError: The kernel refuses the merge.
+        RefusedError: The kernel refuses the merge.
     """
     convention = Convention.of(subject)
     try:
         with GuardBands() as guards:
             got = run_states(subject, given, gradients=gradients)
-    except NotImplementedError:
+    except RefusedError:
         if len(given.outs) == 2 or not in_turn:
             raise
         while len(given.outs) < 2:
@@ -213,7 +214,7 @@ def merge_in_groups(
 
     Raises:
         SubjectError: As ``run``.
-        NotImplementedError: The kernel refuses groups of this width.
+        RefusedError: The kernel refuses groups of this width.
     """
     zeros = torch.zeros_like(exact.outs, dtype=torch.float64), torch.zeros_like(exact.lses)
     groups = [

@@ -31,6 +31,7 @@ from fa_verify.properties.execution.trial import (
     SubjectError,
     Trial,
     faults_of_the_subject,
+    kept_settings,
 )
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.kinds import features as of_attention
@@ -38,6 +39,7 @@ from fa_verify.properties.kinds import reductions as simpler
 from fa_verify.properties.kinds.feature import Feature, present
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.problems.merges import rings
+from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 
@@ -107,18 +109,18 @@ def run(subject: Subject, ring: RingProblem) -> RingTrial | None:
 
     Raises:
         SubjectError: The kernel raises.
-        NotImplementedError: The kernel refuses a part, or its declarations exclude the ring.
+        RefusedError: The kernel refuses a part, or its declarations exclude the ring.
         RuntimeError: A bound is not finite, an error of the suite.
     """
     if reason := excludes(subject, ring):
-        raise NotImplementedError(reason)
+        raise ExcludedCallError(reason)
     problem = ring.attention
     inputs = make(problem)
     q, k, v, dout = inputs.tensors
     of_lse = torch.float64 if problem.dtype == "fp64" else torch.float32
     dlse = normal(problem.seed, "dlse", dout.shape[:3]).to(of_lse).to(q.device)
     made = part_problems(problem, ring.lengths)
-    with faults_of_the_subject(inputs):
+    with faults_of_the_subject(inputs), kept_settings():
         merge, leaves, states = _called(subject, made, inputs, dlse)
 
     parts = []
@@ -174,7 +176,7 @@ def _called(
         given = [x.detach().requires_grad_() for x in (q, k[:, :, keys], v[:, :, keys])]
         out, lse = subject.run(given[0], given[1], given[2], part)
         if lse is None:
-            raise NotImplementedError(f"{subject.name} returns no lse")
+            raise ExcludedCallError(f"{subject.name} returns no lse")
         if not (out.requires_grad and lse.requires_grad):
             raise SubjectError("out or lse of a part has no gradient")
         for x in (out, lse):

@@ -24,6 +24,12 @@ from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import SubjectError, plan_run
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.minimize import minimized
+from fa_verify.properties.subjects.refusals import (
+    CannotRunError,
+    ExcludedCallError,
+    NoRoomError,
+    RefusedError,
+)
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 
@@ -41,6 +47,7 @@ class Runner:
         watching: Returns a context manager that is active while a problem is judged.
         mask: Value of --fa-mask, for replay lines.
         waived: Returns whether a finding is known and counts as none.
+        asks: Key of the guarantee that the calls are judged for, for the tally; "" for several.
     """
 
     def __init__(
@@ -50,8 +57,10 @@ class Runner:
         watching: Callable[[Call], AbstractContextManager[object]] | None = None,
         mask: str = "",
         waived: Callable[[Finding], bool] | None = None,
+        asks: str = "",
     ) -> None:
         self.subject = subject
+        self.asks = asks
         self.mask = mask
         self.waived = waived or (lambda finding: False)
         self.tally = tally
@@ -72,7 +81,8 @@ class Runner:
     def findings(self, problem: Call, claim: Check) -> list[Finding]:
         """Return the findings of the claim, else those of the standing checks.
 
-        The list is empty if the problem is out of range or the subject refuses it. A check of many
+        The list is empty if the problem is out of range or the subject refuses it. Another
+        NotImplementedError than that of the kernel's call is an error of the suite. A check of many
         calls names the one that is wrong (``Finding.called``). If that call, or the problem, is
         wrong by itself, the findings are its own: its sizes are those of the fault.
         """
@@ -97,10 +107,10 @@ class Runner:
             # oracle or a check may find no room, too.
             with self.watching(problem), refusal_without_room():
                 return self._judge(problem, claim)
-        except NotImplementedError as refusal:
-            self._refuse(
-                problem, (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
-            )
+        except RefusedError as refusal:
+            reason = (str(refusal) or "NotImplementedError without a reason").splitlines()[0]
+            self.tally.refused(problem, reason)
+            self._refuse(problem, refusal, reason)
             return []
         except SubjectError as error:
             parts = (problem.part(i, i + 1) for i in range(len(problem.seeds)))
@@ -114,9 +124,11 @@ class Runner:
         """The reasons for which problems cannot run on this machine, whatever the kernel."""
         return ", ".join(why for why in self.refusals if CANNOT_RUN in why)
 
-    def _refuse(self, problem: Call, reason: str) -> None:
+    def _refuse(self, problem: Call, refusal: RefusedError, reason: str) -> None:
+        """Count a refusal: of the kernel, unless declarations or the machine exclude the call."""
         self.refusals[reason] += 1
-        self.tally.refused(problem, reason)
+        if not isinstance(refusal, CannotRunError | ExcludedCallError | NoRoomError):
+            self.tally.asked_for(self.asks, refused=max(1, len(problem.seeds)))
 
     def _judge(self, problem: Call, claim: Check) -> list[Finding]:
         """Run and check a call; raises what the kernel raises."""
@@ -141,8 +153,9 @@ class Runner:
         try:
             findings = claim(trial)
             self.judged += len(of_problems)
-        except NotImplementedError as refusal:  # for example, of strides that it does not declare
-            self.refusals[f"in a second run: {refusal}"] += 1
+            self.tally.asked_for(self.asks, judged=len(of_problems))
+        except RefusedError as refusal:  # for example, of strides that it does not declare
+            self._refuse(problem, refusal, f"in a second run: {refusal}")
         except SubjectError as error:
             raised = [Finding.of_exception(error, self.subject, problem)]
         self._note(trial.asked)
@@ -198,7 +211,7 @@ class Runner:
         )
         together = self.peaks
         for i in order:
-            with suppress(NotImplementedError, SubjectError):
+            with suppress(RefusedError, SubjectError):
                 if found := self._judge(batched.part(i, i + 1), claim):
                     return found
         self.peaks = together

@@ -32,6 +32,7 @@ from fa_verify.properties.subjects.declarations import (
     unknown_word,
 )
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
+from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
 
 __all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
@@ -69,8 +70,8 @@ class Subject:
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
         source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
-        assumed: Phrases for the problems that ``assuming`` has left, such as "always causal". They
-            are no promise of the kernel.
+        assumed: What the kernel takes alone, found by a probe and declared by nobody, in words:
+            "always causal". A run that holds for it then ends in NOT VERIFIED.
     """
 
     name: str
@@ -151,10 +152,10 @@ class Subject:
         """
         if not isinstance(declared, Mapping):
             raise ValueError(f"declarations are {declared!r}; needs a dict by word")
-        for word in declared:
+        words = dict(declared)
+        for word in words:
             if word not in WORDS:
                 raise unknown_word(self.name, word)
-        words = dict(declared)
         check_declarations(self.name, words)
         assumed = (*self.assumed, *narrowings(words))
         numerics = {word: words.pop(word) for word in NUMERICS if word in words}
@@ -310,11 +311,11 @@ class Subject:
         """
         reason = self.excludes(problem)
         if reason is not None:
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         if self.merges_alone:
-            raise NotImplementedError(f"{self.name} declares states True: it computes no attention")
+            raise ExcludedCallError(f"{self.name} declares states True: it computes no attention")
         if self.reads_caches_alone:
-            raise NotImplementedError(f"{self.name} declares cache: it takes no padded tensors")
+            raise ExcludedCallError(f"{self.name} declares cache: it takes no padded tensors")
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
@@ -358,11 +359,11 @@ class Subject:
             AssertionError: ``pooled`` does not return a tensor.
         """
         if self.pooled is None:
-            raise NotImplementedError(f"{self.name} declares no pooled")
+            raise ExcludedCallError(f"{self.name} declares no pooled")
         if reason := self.excludes(problem):
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         if score_mods_of(problem):
-            raise NotImplementedError("pooled probabilities do not support score modifications")
+            raise ExcludedCallError("pooled probabilities do not support score modifications")
         found: object = self.pooled(q, k, v, pool=pool, pool_size=size, **self._asked(problem))
         if not isinstance(found, torch.Tensor):
             raise AssertionError(
@@ -385,7 +386,7 @@ class Subject:
             AssertionError: ``states`` does not return two tensors.
         """
         if self.states is None:
-            raise NotImplementedError(f"{self.name} declares no states")
+            raise ExcludedCallError(f"{self.name} declares no states")
         return self._pair(self.states(outs, lses))
 
     @property
@@ -462,10 +463,10 @@ class Subject:
             AssertionError: ``kvcache`` does not return out or (out, lse) as tensors.
         """
         if self.kvcache is None:
-            raise NotImplementedError(f"{self.name} declares no kvcache")
+            raise ExcludedCallError(f"{self.name} declares no kvcache")
         page_size = 0 if tensors["page_table"] is None else k_cache.shape[1]
         if reason := self.excludes_cache(problem, page_size, appends=tensors["k"] is not None):
-            raise NotImplementedError(reason)
+            raise ExcludedCallError(reason)
         mask = problem.mask
         given = {
             **tensors,
@@ -479,7 +480,7 @@ class Subject:
         words = [x for x in self.cache_keywords if x not in optional]
         if not mask.is_plain:
             if not self.masks_caches:
-                raise NotImplementedError(f"{self.name} takes no mask in a call with a cache")
+                raise ExcludedCallError(f"{self.name} takes no mask in a call with a cache")
             words = [x for x in words if x not in ("causal", "window_size")] + ["mask"]
         mods = {name: given[name] for name in optional if given[name] is not None}
         if problem.softcap is not None:

@@ -26,7 +26,7 @@ from fa_verify.properties.subjects.supported import (
     problems_of_few_kernels,
 )
 from fa_verify.pytest_plugin.example_database import of_one_test
-from fa_verify.session import NOT_ASKED, TURN_OVER, mask_of, subject_of
+from fa_verify.session import NOT_ASKED, TURN_OVER, TooFewError, mask_of, subject_of
 from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 # Largest number of tile pairs of a problem, which take the interpreter or a GPU about a second. In
@@ -130,7 +130,9 @@ def runner(
     waivers = pytestconfig.pluginmanager.get_plugin("waivers")
     test = request.node.nodeid
     waived = None if waivers is None else lambda finding: waivers.waived(finding, test)
-    return Runner(subject, tally, watchdog.watching, mask, waived)
+    marker = request.node.get_closest_marker("asks")
+    asks = marker.args[0].key if marker else ""
+    return Runner(subject, tally, watchdog.watching, mask, waived, asks)
 
 
 @pytest.fixture
@@ -283,7 +285,7 @@ def for_all(
 
 
 def check_that_problems_were_judged(runner: Runner) -> None:
-    """Fail a test if too few problems were judged, as they were refused or out of range.
+    """Raise ``TooFewError`` if too few problems were judged: others were refused or out of range.
 
     Skip it if the declared numerics, and not the defaults, put them out of range, if the claim
     is applicable to none, or if they cannot run on this machine.
@@ -304,7 +306,7 @@ def check_that_problems_were_judged(runner: Runner) -> None:
         )
     refused = sum(runner.refusals.values())
     reasons = "".join(f"\n  {count} refused: {why}" for why, count in runner.refusals.items())
-    pytest.fail(
+    raise TooFewError(
         f"only {runner.judged} problems were judged, needs {least}: {refused} were refused by "
         f"{runner.subject.name}, {runner.out_of_range} were out of range.{reasons}\n"
         "Declare what the subject does not support, so that it is not drawn."

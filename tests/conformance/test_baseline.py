@@ -6,6 +6,7 @@ import pytest
 
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.regression.measurement import measured
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.pytest_plugin.gate.problems import CHECKS
 
 
@@ -16,11 +17,11 @@ def test_problem(runner, place, entry, record_property):
     def claim(trial):
         errors.update(measured(trial))
         if entry.check not in CHECKS:
-            raise NotImplementedError(f"there is no guarantee {entry.check!r}")
+            raise RefusedError(f"there is no guarantee {entry.check!r}")
         try:
             return CHECKS[entry.check](trial)
         except MemoryError as error:
-            raise NotImplementedError(str(error)) from error
+            raise RefusedError(str(error)) from error
 
     findings = runner.findings(entry.problem, claim)
     unchecked = ", ".join(runner.refusals) or ("out of range" if not errors else "")

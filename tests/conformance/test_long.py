@@ -14,6 +14,7 @@ from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.large_memory import refusal_without_room
+from fa_verify.properties.subjects.refusals import RefusedError
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Beyond some 5,000 keys the bound on lse misses a key too many or too few.
@@ -100,7 +101,7 @@ def check_rows(runner):
                 pytest.skip(reason)
             with runner.watching(problem), refusal_without_room():
                 findings = findings_in_rows(runner.subject, problem, rows, **options)
-        except NotImplementedError as refusal:
+        except RefusedError as refusal:
             pytest.skip(str(refusal))
         if findings:
             raise Violation(findings)

@@ -16,6 +16,7 @@ from fa_verify.properties.execution.large_memory import larger_than_the_machine
 from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.session import NOT_ASKED, is_ours
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
@@ -52,7 +53,7 @@ def every_guarantee(trial, checks, failing, unchecked):
     findings = in_turn(checks, unchecked)(trial)
     if len(unchecked) == len(checks) and not findings:
         reasons = (f"{name} was not checked: {why}" for name, why in unchecked.items())
-        raise NotImplementedError("; ".join(reasons))
+        raise RefusedError("; ".join(reasons))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that explains failures by causes, and prints the verdict of a run.
+"""A pytest plugin that explains failures by causes, prints the verdict of a run, and ends it so.
 
 ``fa_verify.pytest_plugin.running`` registers it. A failing test is explained in its own process,
 where its check and its subject are. The processes of a run share the causes in a folder.
@@ -7,8 +7,10 @@ where its check and its subject are. The processes of a run share the causes in 
 from __future__ import annotations
 
 import dataclasses
+import sysconfig
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -19,22 +21,19 @@ import pytest
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.causes import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.declared_values import not_drawn
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import (
-    Counts,
-    Explained,
-    explained,
-    fitted,
-    verdict,
-)
+from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, verdict
+from fa_verify.pytest_plugin.statuses import Counts, Status, gives_status
 from fa_verify.session import (
     CONFORMANCE,
     NOT_ASKED,
+    TooFewError,
     assumed_by,
     is_ours,
     is_turn,
@@ -49,6 +48,15 @@ __all__ = ["Causes"]
 _CAUSES, _BEYOND, _MESSAGES = "causes", "beyond causes", "messages"
 # Most reasons for which parts of passed tests are not asked.
 _MOST_PARTS = 2
+# Name of the property of a failure that no kernel is to blame for: _BROKEN or _TOO_FEW.
+_ENDED = "ended"
+_BROKEN, _TOO_FEW = "broken", "too few"
+_SUITE = Path(__file__).parents[2]
+# Frames of the suite and of libraries. The adapters of kernels are the kernels' own.
+_NOT_OF_KERNELS = (
+    str(_SUITE), str(CONFORMANCE), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+)  # fmt: skip
+_ADAPTERS = str(_SUITE / "subjects")
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
 
@@ -76,6 +84,7 @@ class Causes:
         # The messages of a failed replay, which is not searched for causes.
         self._replays = config.option.fa_replay is not None
         self._messages: list[str] = []
+        self._interrupted = False
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -165,6 +174,10 @@ class Causes:
             report.user_properties.append((_BEYOND, error.beyond))
         elif isinstance(error, Violation) and self._replays:
             report.user_properties.append((_MESSAGES, [x.told for x in error.findings]))
+        elif report.failed and isinstance(error, TooFewError | RefusedError):
+            report.user_properties.append((_ENDED, _TOO_FEW))
+        elif report.failed and error is not None and _is_of_the_suite(error):
+            report.user_properties.append((_ENDED, _BROKEN))
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -173,15 +186,17 @@ class Causes:
         if hasattr(self.config, "workerinput") or not _is_conformance(self.config, report):
             return
         if report.failed:
-            self._outcomes[report.nodeid] = "failed"
             told = dict(report.user_properties)
+            if self._outcomes.get(report.nodeid) != "failed":
+                self._outcomes[report.nodeid] = told.get(_ENDED, "failed")
             numbers = told.get(_CAUSES, ())
             self._beyond += told.get(_BEYOND, 0)
             self._messages += told.get(_MESSAGES, ())
             for number in numbers:
                 self._tests.setdefault(number, []).append(report.nodeid)
             if not numbers:
-                self._others[report.nodeid] = _message(report)
+                of_suite = "an error of the suite: " * (told.get(_ENDED) == _BROKEN)
+                self._others[report.nodeid] = of_suite + _message(report)
         elif is_turn(report):
             self._outcomes.setdefault(report.nodeid, "passed")
         elif report.skipped:
@@ -209,14 +224,43 @@ class Causes:
     def counts(self) -> Counts:
         """Return the counts of the run."""
         ends = Counter(self._outcomes.values())
-        return Counts(ends["failed"], ends["passed"], self._reasons)
+        manager = self.config.pluginmanager
+        tally, waivers = manager.get_plugin("summary").tally, manager.get_plugin("waivers")
+        return Counts(
+            ends["failed"], ends["passed"], self._reasons, broken=ends[_BROKEN],
+            too_few=ends[_TOO_FEW], judged=len(tally.cells), refused=tally.refused_share,
+            mostly=tally.mostly_refused(), contradiction=tally.contradiction(),
+            waived=waivers.total if waivers else (0, 0),
+            # Without a kernel named, those of this repository may have no part in the run.
+            assumed=assumed_by(self.config) if gives_status(self.config) else (),
+            not_drawn=self._not_drawn(), interrupted=self._interrupted,
+        )  # fmt: skip
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_sessionfinish(self) -> Generator[None, None, None]:
-        """Let the verdict stand for the failures of conformance tests, unless -v or --tb is given.
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note an interrupt by the user. Others end a run too, such as that of -x with workers."""
+        self._interrupted = type(excinfo.value) is KeyboardInterrupt
 
-        Runs before the terminal prints its summary.
+    def _end(self, session: pytest.Session) -> None:
+        """Give a run that judges a kernel the status of its verdict."""
+        ended, counts = session.exitstatus, self.counts()
+        if ended == pytest.ExitCode.USAGE_ERROR:
+            session.exitstatus = Status.USAGE
+        elif ended != pytest.ExitCode.INTERNAL_ERROR and not self._interrupted:
+            session.exitstatus = counts.status
+            failures = ended not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+            if failures and not (counts.failed or counts.too_few):
+                # Tests of something else failed, or could not be collected.
+                session.exitstatus = Status.SUITE
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Set the status, before other plugins write it or add reasons of their own to fail.
+
+        Let the verdict stand for the failures of conformance tests, unless -v or --tb is given,
+        before the terminal prints its summary.
         """
+        if not hasattr(self.config, "workerinput") and gives_status(self.config):
+            self._end(session)
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         option = self.config.option
         quiet = option.verbose <= 0 and option.tbstyle == "auto" and not option.usepdb
@@ -232,7 +276,8 @@ class Causes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the verdict."""
-        if not self._outcomes or self.config.option.collectonly:
+        collects = self.config.option.collectonly
+        if not gives_status(self.config) and (not self._outcomes or collects):
             return
         terminalreporter.section("verdict")
         for line in self._lines():
@@ -246,10 +291,7 @@ class Causes:
         if self._messages:
             yield from _of_replay(name, self._messages, full=full)
         else:
-            assumed = assumed_by(self.config)
-            yield from verdict(
-                name, counts, self.explained(), assumed, self._not_drawn(), full=full
-            )
+            yield from verdict(name, counts, self.explained(), full=full)
         parts = [*self._parts]
         most = len(parts) if full or len(parts) <= _MOST_PARTS + 1 else _MOST_PARTS
         yield from (f"   not asked: {why}" for why in parts[:most])
@@ -299,6 +341,17 @@ def _of_replay(name: str, messages: Sequence[str], *, full: bool) -> Iterator[st
         yield from (line for lines in findings for line in ("", *lines))
     else:
         yield from fitted(findings, [lines[0] for lines in findings], "{} other findings")
+
+
+def _is_of_the_suite(error: BaseException) -> bool:
+    """Return whether an exception comes from the suite or a library, and not from a kernel.
+
+    An assertion speaks of the kernel, as does the end of a test that takes too long.
+    """
+    if isinstance(error, AssertionError | SubjectError | pytest.fail.Exception):
+        return False
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return all(x.startswith(_NOT_OF_KERNELS) and not x.startswith(_ADAPTERS) for x in files)
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from fa_verify.oracles.guarantee import G5, G12, guarantee_of
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
+from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
 
 __all__ = [
-    "Counts",
     "Explained",
-    "alike",
     "behaves_as",
     "explained",
     "fitted",
@@ -25,21 +21,6 @@ __all__ = [
     "title",
     "verdict",
 ]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Counts of the checks of a run, which are its tests.
-
-    Args:
-        failed: Checks that failed.
-        hold: Checks that passed.
-        reasons: Number of checks that were not made, by reason.
-    """
-
-    failed: int
-    hold: int
-    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -175,19 +156,8 @@ def explained(
     return found + sorted(rest, key=lambda x: -len(x.tests))
 
 
-def alike(message: str) -> str:
-    """Return a message without numbers: that of the same fault on other problems."""
-    return re.sub(r"\d[\w.,+-]*", "#", message.partition("\n")[0])
-
-
 def verdict(
-    name: str,
-    counts: Counts,
-    causes: Sequence[Explained],
-    assumed: Sequence[str] = (),
-    not_drawn: Mapping[str, str] = MappingProxyType({}),
-    *,
-    full: bool = False,
+    name: str, counts: Counts, causes: Sequence[Explained], *, full: bool = False
 ) -> Iterator[str]:
     """Yield the lines of the verdict, without a trailing empty line.
 
@@ -195,33 +165,11 @@ def verdict(
         name: Name of the subject, or its source.
         counts: The counts of the run.
         causes: The causes, see ``explained``.
-        assumed: Phrases for what the run left out without a declaration of the kernel.
-        not_drawn: Declared values that no judged problem had, by declaration.
         full: Whether to yield all lines of all causes; else they fit a screen.
     """
-    total = counts.failed + counts.hold
-    skipped = sum(counts.reasons.values())
-    kinds = len({alike(x) for x in counts.reasons})
-    not_asked = f", {skipped:,} not asked" + f" ({_plural(kinds, 'reason')})" * bool(skipped)
-    holds = "holds" if counts.hold == 1 else "hold"
-    if not counts.failed:
-        limited = any(CANNOT_RUN in why for why in counts.reasons)
-        word = "HOLDS" if counts.hold and not limited else "NOT VERIFIED"
-        if word == "HOLDS" and assumed:
-            it, promise = ("it", "a promise") if len(assumed) == 1 else ("them", "promises")
-            word = (
-                f"NOT VERIFIED  holds for {', '.join(assumed)} "
-                f"(assumed: declare {it} to make {it} {promise})"
-            )
-        missing = "; ".join(f"{word} {values}".strip() for word, values in not_drawn.items())
-        left_out = f"; not drawn: {missing}" if missing else ""
-        yield f"{name}  {word}  {_plural(counts.hold, 'check')} {holds}{not_asked}{left_out}"
-        return
-    yield (
-        f"{name}  FAILED  {_plural(len(causes), 'cause')}, {_plural(total, 'check')}: "
-        f"{counts.failed:,} failed, {counts.hold:,} {holds}{not_asked}"
-    )
-    blocks = [[*_of_cause(number, one, counts.failed)] for number, one in enumerate(causes, 1)]
+    yield first_line(name, counts, len(causes))
+    failures = counts.failed + counts.broken + counts.too_few
+    blocks = [[*_of_cause(number, one, failures)] for number, one in enumerate(causes, 1)]
     if full:
         yield from (line for block in blocks for line in ("", *block))
         return
@@ -268,7 +216,7 @@ def fitted(
 
 
 def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
-    count = f"explains {len(one.tests):,} of {_plural(failed, 'failure')}"
+    count = f"explains {len(one.tests):,} of {plural(failed, 'failure')}"
     if one.cause is None:
         first, *rest = [line.strip() for line in one.message.splitlines() if line.strip()] or ["?"]
         cut = first if len(first) <= _WIDTH else f"{first[:_WIDTH]} ..."
@@ -351,8 +299,8 @@ def behaves_as(cause: RootCause) -> Iterator[str]:
         apart += "; other outputs are wrong in another way" if outputs else ""
         yield (
             f"   {of[0]['elements']:,} of {of[0]['elements']:,} wrong elements of {alone}"
-            f"{_plural(of[0]['problems'], 'problem')} agree, the results of "
-            f"{_plural(max(0, others), 'other fault')} do not{apart}"
+            f"{plural(of[0]['problems'], 'problem')} agree, the results of "
+            f"{plural(max(0, others), 'other fault')} do not{apart}"
         )
 
 
@@ -362,7 +310,3 @@ def if_intended(cause: RootCause) -> str:
         return " or ".join(cause.declarations)
     names = [x.name for x in cause.features if x.name in _EXCLUDING]
     return _EXCLUDING[names[0]] if names else ""
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -18,8 +18,8 @@ from fa_verify.pytest_plugin.findings.recording import ROOT, plain
 __all__ = ["FINISHED", "conformance_of"]
 
 FINISHED = "finished"
-# pytest's exit codes for complete runs: all tests passed, some tests failed.
-_TO_THE_END = (0, 1)
+# Exit statuses of complete runs: see docs/command.md.
+_TO_THE_END = (0, 1, 3, 4)
 # Seconds that an interrupted run has to write its results.
 GRACE = 20.0
 LAST_LINES = 12

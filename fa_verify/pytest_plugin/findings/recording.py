@@ -130,7 +130,7 @@ class Recording:
         )
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the records of the waivers and causes, and that of the totals."""
         waivers = self.config.pluginmanager.get_plugin("waivers")
         for waiver in [] if waivers is None else waivers.records():
@@ -144,7 +144,7 @@ class Recording:
         record = self.tally.record()
         self._write(
             kind="end",
-            exit=int(exitstatus),
+            exit=int(session.exitstatus),
             judged=len(record["problems"]),
             out_of_range=len(record["out_of_range"]),
             refusals={why: len(which) for why, which in record["unsupported"].items()},

@@ -54,7 +54,9 @@ class Hunter(Runner):
         seconds: float,
         unkept: Callable[[Cause, Finding, OSError], None],
     ) -> None:
-        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
+        super().__init__(
+            runner.subject, runner.tally, runner.watching, runner.mask, runner.waived, runner.asks
+        )
         self.folder = folder
         self.causes = causes
         self.clock = clock

@@ -21,6 +21,7 @@ from fa_verify.pytest_plugin.gate.comparison import combined, differences
 from fa_verify.pytest_plugin.gate.environment import compiles, environment_of
 from fa_verify.pytest_plugin.gate.problems import arithmetic_of, chosen
 from fa_verify.pytest_plugin.gate.timing import timed
+from fa_verify.pytest_plugin.statuses import Status
 from fa_verify.session import CONFORMANCE, device_of, subject_of
 
 __all__ = ["Gate"]
@@ -166,7 +167,7 @@ class Gate:
             return
         self.kernels |= self._loaded
         yield
-        if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if session.exitstatus not in (Status.HOLDS, Status.FAILED, Status.NOT_VERIFIED):
             self.verdict = "not compared: the run did not finish"
         elif self.updates:
             self._update(session)

@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 
-from fa_verify.pytest_plugin.causes.verdict import alike
 from fa_verify.pytest_plugin.report import pictures
+from fa_verify.pytest_plugin.statuses import alike
 
 __all__ = ["page"]
 

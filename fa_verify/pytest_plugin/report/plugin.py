@@ -19,6 +19,7 @@ from fa_verify.properties.comparison.compare import Finding, Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.pytest_plugin.report import content
 from fa_verify.pytest_plugin.report.page import page
+from fa_verify.pytest_plugin.statuses import Status
 
 __all__ = ["RunReport"]
 
@@ -92,7 +93,7 @@ class RunReport:
                 (self.folder / "report.html").write_text(page(record), encoding="utf-8")
         except OSError as error:
             self.said = f"report: not written: {error}"
-            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = session.exitstatus or Status.SUITE
         else:
             self.said = f"report: {self.folder / 'report.html'}"
 

@@ -123,12 +123,16 @@ def folder(tmp_path) -> Path:
     return write_kernels(tmp_path)
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; ``path`` is a folder of modules before ours."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, "-m", "fa_verify", *words],
-        cwd=folder, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env=environment | {
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, ROOT)))),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
@@ -251,33 +255,24 @@ def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, second
     assert "test_a_problem_that_kills_faults_holds[000-" in done.stdout
 
 
-# As main(), beside a version of Triton whose interpreter cannot be repaired.
+# Of every process: a version of Triton whose interpreter cannot be repaired.
 WITH_OTHER_TRITON = """
-import os, sys
+import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from fa_verify.simulator.interpreter import repair
 def fails():
     raise RuntimeError("Triton 0.0 has no interpreter")
 repair.repair = fails
-from fa_verify.__main__ import main
-sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_a_pytorch_function_is_verified_beside_any_version_of_triton(folder):
-    def run_beside(kernel: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-        return subprocess.run(
-            [sys.executable, "-c", WITH_OTHER_TRITON, "check", kernel, *ACCURACY],
-            cwd=folder, env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-
-    done = run_beside("my.py:attention")
+    (folder / "sitecustomize.py").write_text(WITH_OTHER_TRITON)
+    done = run(folder, "check", "my.py:attention", *ACCURACY, path=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "needs_triton.py").write_text("import triton\n\nattention = triton.jit(print)\n")
-    done = run_beside("needs_triton.py:attention")
+    done = run(folder, "check", "needs_triton.py:attention", *ACCURACY, path=folder)
     assert done.returncode == 2
     assert "Triton 0.0 has no interpreter" in done.stderr
 
@@ -404,7 +399,7 @@ def test_wrong_usage_has_a_status(folder, words, said):
 def test_a_run_that_skips_every_check_has_a_status(folder):
     done = run(folder, "check", "my.py:attention", "--", "-n0", "-k", "test_merging.py")
     assert done.returncode == 4, done.stdout + done.stderr
-    assert "my.py:attention  NOT VERIFIED  0 checks hold" in done.stdout
+    assert "my.py:attention  NOT VERIFIED  no problem was judged; 0 checks hold" in done.stdout
 
 
 def test_a_kernel_that_asks_for_a_gpu_is_not_verified_on_a_cpu(folder):

@@ -174,12 +174,20 @@ def test_a_line_of_a_failure_replays_it_and_a_kernel_alone_selects_all_tests(sit
 
 def test_wrong_usage_is_refused_in_a_line(site, folder):
     (folder / "test_own.py").write_text("def test_own(): pass\n")
-    for options, said in (
-        (["--pyargs", "fa_verify.conformance"], "fa_verify.conformance needs --fa-kernel=path/to"),
-        (["test_own.py", "--fa-kernel=my.py:attention"], "--fa-kernel runs the tests of fa_verify"),
-        (["--fa-kernel=my.py:missing"], "--fa-kernel: my.py has no 'missing'"),
+    for options, status, said in (
+        (
+            ["--pyargs", "fa_verify.conformance"],
+            4,
+            "fa_verify.conformance needs --fa-kernel",
+        ),
+        (
+            ["test_own.py", "--fa-kernel=my.py:attention"],
+            2,
+            "--fa-kernel runs the tests of",
+        ),
+        (["--fa-kernel=my.py:missing"], 2, "--fa-kernel: my.py has no 'missing'"),
     ):
         done = run(site, folder, *options)
-        assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         assert f"ERROR: {said}" in done.stderr
         assert "Traceback" not in done.stdout + done.stderr

@@ -14,13 +14,13 @@ from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.search.causes import RootCause
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import (
-    Counts,
     behaves_as,
     explained,
     if_intended,
     title,
     verdict,
 )
+from fa_verify.pytest_plugin.statuses import Counts
 from tests.unit.fa_verify.gate.test_gate import runs
 
 # Two defects: softmax of rows without a key, and dk and dv of grouped heads rounded too early.
@@ -98,9 +98,11 @@ def test_a_verdict_fits_a_screen_and_no_cause_is_lost(count):
 
 
 def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
-    assert [*verdict("f", Counts(0, 2, {}), [])] == ["f  HOLDS  2 checks hold, 0 not asked"]
-    assert [*verdict("f", Counts(0, 1, {}), [])] == ["f  HOLDS  1 check holds, 0 not asked"]
-    (line,) = verdict("f", Counts(0, 2, {}), [], {"head_dims": "72, 112", "gqa": ""})
+    for hold, said in ((2, "2 checks hold"), (1, "1 check holds")):
+        (line,) = verdict("f", Counts(0, hold, {}, judged=1), [])
+        assert line == f"f  HOLDS  {said}, 0 not asked"
+    missing = {"head_dims": "72, 112", "gqa": ""}
+    (line,) = verdict("f", Counts(0, 2, {}, judged=1, not_drawn=missing), [])
     assert line == "f  HOLDS  2 checks hold, 0 not asked; not drawn: head_dims 72, 112; gqa"
     line, *_ = verdict("f", Counts(3, 1, {}), [])
     assert line == "f  FAILED  0 causes, 4 checks: 3 failed, 1 holds, 0 not asked"

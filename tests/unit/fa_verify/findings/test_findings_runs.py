@@ -150,7 +150,7 @@ def test_a_kernel_that_kills_its_process_as_it_is_imported_is_a_result(tmp_path)
 
 def test_a_kernel_that_cannot_be_imported_is_a_result(tmp_path):
     found = run("1 / 0", tmp_path)
-    assert found["ended"] == "exit code 4"
+    assert found["ended"] == "exit code 2"
     assert "cannot be imported: ZeroDivisionError" in found["said"]
 
 

@@ -223,7 +223,7 @@ def test_workers_measure_what_one_process_does(told, folder):
 def test_incomparable_baselines_are_refused_in_a_line_before_anything_runs(told, folder):
     for options, says in refused(folder).items():
         text, code = told[options]
-        assert code == pytest.ExitCode.USAGE_ERROR
+        assert code == 2
         assert says in text
         assert text.strip().startswith("ERROR: --")
         assert len(text.strip().splitlines()) == 1
@@ -237,7 +237,7 @@ def test_other_versions_are_refused_until_the_baseline_is_updated(told, folder):
     Baseline("attention", old, here.entries[:3]).write(path)
     options = [f"--fa-kernel={folder}/kernels.py:attention", f"--fa-baseline={path}"]
     (refused, code), (updated, fine) = runs(options, [*options, "--fa-update-baseline"])
-    assert code == pytest.ExitCode.USAGE_ERROR
+    assert code == 2
     assert f"{path} differs from this run: torch 1.0, here {here.environment.torch}; " in refused
     assert fine == 0, updated
     # Entries of the old baseline come first and are unchanged.

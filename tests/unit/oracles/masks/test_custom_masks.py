@@ -293,3 +293,51 @@ class Asked(Mask, uniform=True):
 def test_the_dense_form_evaluates_only_valid_rows_and_keys():
     seen = Asked(seqlens_q=(2, 0), seqlens_k=(2, 4)).dense(2, 1, 4, 4)
     assert seen.nonzero().tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OfTensor(Mask):
+    """A mask that holds a tensor, which ``==`` cannot compare."""
+
+    table: object = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class OfSlot(Mask):
+    """As ``OfTensor``, with the tensor in a slot."""
+
+    table: object = None
+
+
+class OfAttribute(Mask):
+    """A mask without fields of its own, whose instances hold a tensor."""
+
+    def __init__(self, table):
+        super().__init__()
+        object.__setattr__(self, "table", table)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: OfTensor(table=x), lambda x: OfSlot(table=x), OfAttribute]
+)
+def test_masks_that_inherit_equality_and_hold_more_are_equal_to_themselves_alone(make):
+    one, two = make(torch.zeros(2, 2)), make(torch.ones(2, 2))
+    assert one == one
+    assert one != two
+    assert len({one, two, one}) == 2
+    assert make(one.table) != one
+
+
+def test_combined_masks_are_equal_if_they_hold_the_same_masks():
+    one, two = (OfTensor(table=torch.full((2, 2), fill)) for fill in (0.0, 1.0))
+    assert Sliced(mask=one, entries=(0,)) != Sliced(mask=two, entries=(0,))
+    assert one & PLAIN != two & PLAIN
+    assert CUSTOM & PLAIN == CUSTOM & PLAIN
+
+
+def test_masks_of_windows_and_lengths_are_equal_by_their_fields():
+    again = Mask(window_left=1, window_right=1, seqlens_q=(4, 3), seqlens_k=(5, 5))
+    assert (again, hash(again)) == (PLAIN, hash(PLAIN))
+    assert again != dataclasses.replace(PLAIN, seqlens_k=(5, 4))
+    assert Mask() != CUSTOM
+    assert PrefixLM(prefix=2, seqlens_q=(4, 3), seqlens_k=(5, 5)) == CUSTOM

@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -405,7 +406,9 @@ def test_an_output_of_another_shape_is_a_finding():
             return out.flatten(2), lse
 
     (finding,) = attacked(runner_of(Flat()))
-    assert str(finding).startswith("form: subject returns an output of a wrong shape or dtype\n")
+    assert str(finding).startswith(
+        "form: subject returns an output of a wrong type, shape or dtype\n"
+    )
     assert finding.problem == Problem(N=17, dtype="fp64")
     assert "out has shape (1, 1, 16) and dtype torch.float64; needs (1, 1, 1, 16)" in str(finding)
 
@@ -551,3 +554,56 @@ def test_the_seed_chooses_what_is_drawn(seeds):
         runner = runner_of(Eager(), watching=lambda p: drawn[-1].append(p) or OPEN)
         attack(runner, nothing, DRAWN, seed=seed, settings=REPEATABLE)
     assert (drawn[0] == drawn[1]) == (seeds[0] == seeds[1])
+
+
+SETTINGS = {
+    "the default device from cpu to meta": lambda: torch.set_default_device("meta"),
+    "the default dtype from torch.float32 to torch.float64": (
+        lambda: torch.set_default_dtype(torch.float64)
+    ),
+    "the grad mode from True to False": lambda: torch.set_grad_enabled(False),
+    "the deterministic mode from 1 to 0": lambda: torch.use_deterministic_algorithms(False),
+    "fill_uninitialized_memory from True to False": (
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    ),
+    "the precision of float32 products from highest to high": (
+        lambda: torch.set_float32_matmul_precision("high")
+    ),
+    "the state of the default generator": lambda: torch.rand(1),
+}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_changed_global_setting_is_a_finding_and_restored(setting, refuses):
+    def before():
+        return (
+            torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled(),
+            torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision(),
+            torch.utils.deterministic.fill_uninitialized_memory, torch.get_rng_state().tolist(),
+        )  # fmt: skip
+
+    def changing(q, k, v, *, mask, sm_scale):
+        SETTINGS[setting]()
+        if refuses:
+            raise NotImplementedError("no")
+        return (torch.zeros(*q.shape[:3], v.shape[3], device="cpu") + 0 * q).to(q.dtype)
+
+    then = before()
+    runner = runner_of(changing)
+    (finding,) = runner.findings(Problem(), claims.accuracy)
+    assert finding.guarantee == "inputs"
+    assert finding.raised.splitlines()[0] == f"it changes {setting}"
+    assert ("and raises NotImplementedError: no" in finding.raised) is refuses
+    assert before() == then
+
+
+def test_a_not_implemented_error_around_the_call_is_an_error_of_the_suite():
+    def broken(trial):
+        raise NotImplementedError("in a check")
+
+    runner = runner_of(Eager())
+    with pytest.raises(NotImplementedError, match="in a check"):
+        runner.findings(Problem(), broken)
+    assert runner.refusals == {}
+    assert runner.tally.asked == {}

@@ -1,0 +1,133 @@
+"""The conformance tests in a process of their own, whose end determines no status.
+
+The kernel is imported and called there. It may end the process with any status, so the process
+writes how far it came to a file, and the command reads that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["run"]
+
+# What the file says: the kernel is being imported, the tests run, they were interrupted, or "ended"
+# and the status.
+_IMPORTING, _RUNNING, _INTERRUPTED, _ENDED = "importing", "running", "interrupted", "ended"
+# Signals of a crash, which the kernel has caused.
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+_PASSED_ON = {signal.SIGINT, signal.SIGTERM}
+# Linux's SI_KERNEL: a key of the terminal, which signals all of its processes.
+_BY_THE_TERMINAL = 0x80
+# Seconds in which a process that has got a signal itself notes so.
+_GRACE = 1.0
+
+
+def run(arguments: Sequence[str], kernel: str) -> int:
+    """Run pytest in another process, and return the status of the command.
+
+    Args:
+        arguments: The arguments of pytest.
+        kernel: The kernel, for messages.
+    """
+    with tempfile.TemporaryDirectory(prefix="fa-verify-") as folder:
+        reached = Path(folder) / "reached"
+        reached.write_text(_IMPORTING, encoding="utf-8")
+        command = [sys.executable, "-m", __name__, str(reached), *arguments]
+        # Blocked until the wait, so that no signal is lost; the other process unblocks them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        try:
+            code = _waited(subprocess.Popen(command), reached)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _status(reached.read_text(encoding="utf-8"), code, kernel)
+
+
+def _waited(process: subprocess.Popen[bytes], reached: Path) -> int:
+    """Wait for a process, pass on the signals that it has not got itself, and return its code.
+
+    The terminal, and whoever signals the whole group, signals both processes. A second signal would
+    end the other process in its summary.
+    """
+    while process.poll() is None:
+        if not hasattr(signal, "sigtimedwait"):
+            process.wait()
+            continue
+        got = signal.sigtimedwait(_PASSED_ON, 0.1)
+        if got is None or got.si_code == _BY_THE_TERMINAL:
+            continue
+        end = time.monotonic() + _GRACE
+        while process.poll() is None and reached.read_text(encoding="utf-8") != _INTERRUPTED:
+            if time.monotonic() > end:
+                process.send_signal(got.si_signo)
+                break
+            time.sleep(0.05)
+    return process.returncode
+
+
+def _status(reached: str, code: int, kernel: str) -> int:
+    """Return the status, and say how a process ended that has written none."""
+    from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
+    from fa_verify.pytest_plugin.statuses import Status
+
+    word, _, ended = reached.partition(" ")
+    if word == _ENDED:
+        return int(ended)
+    if word == _INTERRUPTED or -code in _PASSED_ON:
+        return 128 + abs(code) if code < 0 else code or int(Status.SUITE)
+    how = f"status {code}"
+    if code < 0:
+        how = f"signal {-code} ({signal.strsignal(-code)})"
+    if word == _IMPORTING:
+        said = f"{kernel} cannot be loaded: it ended the process while it was imported ({how})"
+        status = Status.USAGE
+    else:
+        said = f"{kernel} ended the process of the checks before their verdict ({how})"
+        is_crash = -code in _CRASHES or code in (EXIT_HANG, EXIT_CUDA_ERROR)
+        status = Status.FAILED if is_crash else Status.SUITE
+    print(f"ERROR: {said}", file=sys.stderr)
+    return int(status)
+
+
+class _Reached:
+    """Notes that the kernel is loaded, and whether pytest began a session."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.began = False
+
+    def pytest_sessionstart(self) -> None:
+        """Note that pytest is configured, which loads the kernel."""
+        self.began = True
+        self.path.write_text(_RUNNING, encoding="utf-8")
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Note that the run has got a signal, and ends."""
+        self.path.write_text(_INTERRUPTED, encoding="utf-8")
+
+
+def _main(path: Path, arguments: Sequence[str]) -> int:
+    import pytest
+
+    from fa_verify.pytest_plugin.statuses import Status
+
+    reached = _Reached(path)
+    status = int(pytest.main([*arguments], plugins=[reached]))
+    if status == pytest.ExitCode.USAGE_ERROR and not reached.began:
+        status = Status.USAGE  # of an option that pytest does not know
+    sys.stdout.flush()
+    path.write_text(f"{_ENDED} {int(status)}", encoding="utf-8")
+    return int(status)
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    # As for ``python -m pytest``: a kernel may be given as package.module:name.
+    sys.path.insert(0, os.getcwd())
+    sys.exit(_main(Path(sys.argv[1]), sys.argv[2:]))

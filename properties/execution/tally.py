@@ -122,7 +122,7 @@ class Tally:
     def refused_share(self) -> float:
         """The share of the calls that the kernel refused, though no declaration excludes them."""
         judged, refused = (sum(x) for x in zip((0, 0), *self.asked.values(), strict=True))
-        return refused / max(1, judged + refused)
+        return float(refused / max(1, judged + refused))
 
     def mostly_refused(self) -> dict[str, float]:
         """Return the share of refused calls by guarantee, where it exceeds a half."""

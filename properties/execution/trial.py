@@ -481,7 +481,11 @@ def _exceptions_of_the_subject(
 
 
 def _refusal(error: NotImplementedError) -> RefusedError:
-    return error if isinstance(error, RefusedError) else RefusedError(*error.args)
+    if isinstance(error, RefusedError):
+        return error
+    # The simulator, which imports nothing of this package, says so in the message alone.
+    of_machine = str(error).startswith(CANNOT_RUN)
+    return CannotRunError(*error.args) if of_machine else RefusedError(*error.args)
 
 
 @contextmanager

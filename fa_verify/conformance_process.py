@@ -13,9 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 from pathlib import Path
 
-__all__ = ["run"]
+__all__ = ["Status", "run"]
+
+
+class Status(IntEnum):
+    """The exit status of a run that judges a kernel."""
+
+    HOLDS = 0
+    FAILED = 1
+    USAGE = 2
+    SUITE = 3
+    NOT_VERIFIED = 4
+
 
 # What the file says: the kernel is being imported, the tests run, they were interrupted, or "ended"
 # and the status.
@@ -74,7 +86,6 @@ def _waited(process: subprocess.Popen[bytes], reached: Path) -> int:
 def _status(reached: str, code: int, kernel: str) -> int:
     """Return the status, and say how a process ended that has written none."""
     from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
-    from fa_verify.pytest_plugin.statuses import Status
 
     word, _, ended = reached.partition(" ")
     if word == _ENDED:
@@ -114,8 +125,6 @@ class _Reached:
 
 def _main(path: Path, arguments: Sequence[str]) -> int:
     import pytest
-
-    from fa_verify.pytest_plugin.statuses import Status
 
     reached = _Reached(path)
     status = int(pytest.main([*arguments], plugins=[reached]))

@@ -9,30 +9,20 @@ import re
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import pytest
 
+from fa_verify.conformance_process import Status
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.session import CONFORMANCE
 
-__all__ = ["Counts", "Status", "alike", "first_line", "gives_status", "plural"]
+__all__ = ["Counts", "alike", "first_line", "gives_status", "plural"]
 
 # Options with which a run judges a kernel, and nothing else.
 _JUDGING = ("kernel", "mask", "replay", "quick")
 # Guarantees that the first line names.
 _NAMED = 4
-
-
-class Status(IntEnum):
-    """The exit status of a run that judges a kernel."""
-
-    HOLDS = 0
-    FAILED = 1
-    USAGE = 2
-    SUITE = 3
-    NOT_VERIFIED = 4
 
 
 @dataclass(frozen=True)

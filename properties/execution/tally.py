@@ -161,7 +161,7 @@ class Tally:
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
             "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
-            "values": [list(value) for value in self.values],
+            "values": sorted(map(list, self.values), key=str),
             "asked": {key: list(value) for key, value in self.asked.items()},
         }
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fa_verify.conformance_process import Status
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
@@ -29,7 +30,7 @@ from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, verdict
-from fa_verify.pytest_plugin.statuses import Counts, Status, gives_status
+from fa_verify.pytest_plugin.statuses import Counts, gives_status
 from fa_verify.session import (
     CONFORMANCE,
     NOT_ASKED,

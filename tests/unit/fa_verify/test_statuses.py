@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fa_verify.conformance_process import Status
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.statuses import Counts, Status, first_line
+from fa_verify.pytest_plugin.statuses import Counts, first_line
 
 ROOT = Path(__file__).parents[3]
 KERNELS = """

@@ -108,19 +108,22 @@ def test_a_run_without_failures_holds_and_one_without_checks_is_not_verified():
     assert line == "f  FAILED  0 causes, 4 checks: 3 failed, 1 holds, 0 not asked"
     (line,) = verdict("f", Counts(0, 0, {"no GPU": 4}), [])
     assert line.startswith("f  NOT VERIFIED")
-    (line,) = verdict("f", Counts(0, 9, {"cannot run on a CPU: inline assembly": 1}), [])
-    assert line == "f  NOT VERIFIED  9 checks hold, 1 not asked (1 reason)"
+    reasons = {"cannot run on a CPU: inline assembly": 1}
+    (line,) = verdict("f", Counts(0, 9, reasons, judged=1), [])
+    assert line == (
+        "f  NOT VERIFIED  some problems cannot run on a CPU; 9 checks hold, 1 not asked (1 reason)"
+    )
 
 
 def test_a_run_that_an_assumption_narrows_does_not_hold():
-    (line,) = verdict("f", Counts(0, 2, {}), [], ("always causal",))
+    (line,) = verdict("f", Counts(0, 2, {}, judged=1, assumed=("always causal",)), [])
     assert line == (
-        "f  NOT VERIFIED  holds for always causal (assumed: declare it to make it a promise)  "
+        "f  NOT VERIFIED  holds for always causal (assumed: declare it to make it a promise); "
         "2 checks hold, 0 not asked"
     )
-    (line,) = verdict("f", Counts(0, 2, {}), [], ("always causal", "no fp64"))
+    (line,) = verdict("f", Counts(0, 2, {}, judged=1, assumed=("always causal", "no fp64")), [])
     assert "for always causal, no fp64 (assumed: declare them to make them promises)" in line
-    (line, *_) = verdict("f", Counts(1, 2, {}), [], ("always causal",))
+    (line, *_) = verdict("f", Counts(1, 2, {}, judged=1, assumed=("always causal",)), [])
     assert line.startswith("f  FAILED")
 
 

@@ -7,6 +7,7 @@ import pytest
 from fa_verify.oracles.guarantee import G1
 from fa_verify.properties.checks.claims import accuracy_of_all
 from fa_verify.properties.search.search import attack_one
+from fa_verify.properties.search.sizing import sized
 from fa_verify.properties.subjects.declared_values import examples
 from fa_verify.session import device_of, subject_of
 from fa_verify.shards import has_table
@@ -23,7 +24,7 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.asks(G1)
 def test_every_declared_value_is_drawn(runner, problem):
     __tracebackhide__ = True
-    attack_one(runner, accuracy_of_all, problem)
+    attack_one(runner, accuracy_of_all, sized(runner, problem))
     if runner.refusals:
         pytest.skip(", ".join(runner.refusals))
     if not runner.judged:

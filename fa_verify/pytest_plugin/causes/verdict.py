@@ -181,8 +181,8 @@ def verdict(
 
 # Lines of a screen for causes or findings, and those of them that stand in one line each.
 _LINES, _SHORT = 24, 7
-# Characters of a message of a failure without a cause.
-_WIDTH = 200
+# Lines of the message of a failure without a cause, and characters of its first.
+_MESSAGE, _WIDTH = 12, 200
 
 
 def fitted(
@@ -218,11 +218,13 @@ def fitted(
 def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
     count = f"explains {len(one.tests):,} of {plural(failed, 'failure')}"
     if one.cause is None:
-        first, *rest = [line.strip() for line in one.message.splitlines() if line.strip()] or ["?"]
+        first, *rest = one.message.strip().splitlines() or ["?"]
         cut = first if len(first) <= _WIDTH else f"{first[:_WIDTH]} ..."
         yield f"{number:<3}{cut}    {count}"
         yield f"   in {one.tests[0]}"
-        yield from [f"   {line}" for line in rest if "replay: " in line][:1]
+        replay = [line for line in rest[_MESSAGE:] if "replay: " in line][:1]
+        yield from (f"   {line}" for line in rest[:_MESSAGE])
+        yield from (f"   {line}" for line in replay)
         return
     cause = one.cause
     yield f"{number:<3}{title(cause)}    {count}"

@@ -42,7 +42,7 @@ def test_the_documented_mask_is_verified(tmp_path, example):
 def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example, device):
     assert example.count("(n <= m) | (n < args[0])") == 1
     done = verified(
-        tmp_path, example.replace("(n <= m) | (n < args[0])", "(n < m) | (n < args[0])")
+        tmp_path, example.replace("(n <= m) | (n < args[0])", "(n < m) | (n < args[0])"), "-vv"
     )
     assert done.returncode == 1
     on = "" if device == "cpu" else ',"device":"cuda"'

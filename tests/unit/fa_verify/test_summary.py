@@ -53,9 +53,13 @@ def test_a_kernel_that_two_caches_lack_counts_once_and_its_compilations_twice(tm
 def test_the_controller_alone_prints_the_summary(worker, pytestconfig):
     summary, terminal = Summary(), mock.Mock()
     summary.tally.refused(Problem(), "no float64")
-    config = SimpleNamespace(stash=pytestconfig.stash, rootpath=Path("/"), **worker)
+    config = SimpleNamespace(
+        stash=pytestconfig.stash, rootpath=Path("/"), option=SimpleNamespace(collectonly=False),
+        **worker,
+    )  # fmt: skip
     with (
         mock.patch("fa_verify.pytest_plugin.summary.is_ours", return_value=True),
+        mock.patch("fa_verify.pytest_plugin.summary.mask_of", return_value=None),
         mock.patch("fa_verify.pytest_plugin.summary.is_whole", return_value=False),
     ):
         summary.pytest_terminal_summary(terminal, config)

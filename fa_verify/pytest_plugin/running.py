@@ -76,7 +76,7 @@ __all__ = [
     "watchdog",
 ]
 
-pytest_plugins = ["fa_verify.pytest_plugin.plugin", "fa_verify.pytest_plugin.statuses"]
+pytest_plugins = ["fa_verify.pytest_plugin.plugin", "fa_verify.pytest_plugin.wrong_usage"]
 
 # Seconds for one test, for a hang outside of a problem. The watchdog limits each problem, and
 # compilation in it, which may take 600 s.

@@ -1,15 +1,10 @@
-"""How a run ends: its counts, its status, and the first line of its verdict.
-
-The module is a pytest plugin too, which gives wrong usage the status of the command.
-"""
+"""The counts of a run, its status, and the first line of its verdict."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -151,16 +146,3 @@ def gives_status(config: pytest.Config) -> bool:
     return by_command or any(
         config.getoption(f"--fa-{name}", None) not in (None, False) for name in _JUDGING
     )
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
-    """Give wrong usage its status: pytest's own would say that nothing was verified."""
-    try:
-        return (yield)
-    except pytest.UsageError as error:
-        if not gives_status(config):
-            raise
-        # As pytest prints it.
-        print(*(f"ERROR: {said}\n" for said in error.args), file=sys.stderr)
-        return int(Status.USAGE)

@@ -7,11 +7,11 @@ writes how far it came to a file, and the command reads that.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -29,15 +29,12 @@ class Status(IntEnum):
     NOT_VERIFIED = 4
 
 
-# What the file says: the kernel is being imported, the tests run, they were interrupted, or "ended"
-# and the status.
-_IMPORTING, _RUNNING, _INTERRUPTED, _ENDED = "importing", "running", "interrupted", "ended"
+# The texts of the file. The last is followed by the status.
+_IMPORTING, _RUNNING, _ENDED = "importing", "running", "ended"
 # Signals of a crash, which the kernel has caused.
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM}
-# Linux's SI_KERNEL: a key of the terminal, which signals all of its processes.
-_BY_THE_TERMINAL = 0x80
-# Seconds in which a process that has got a signal itself notes so.
+# Seconds in which a process that has got a signal itself says so.
 _GRACE = 1.0
 
 
@@ -51,17 +48,23 @@ def run(arguments: Sequence[str], kernel: str) -> int:
     with tempfile.TemporaryDirectory(prefix="fa-verify-") as folder:
         reached = Path(folder) / "reached"
         reached.write_text(_IMPORTING, encoding="utf-8")
-        command = [sys.executable, "-m", __name__, str(reached), *arguments]
+        # The other process writes a byte for each signal that it gets.
+        received, writes = os.pipe()
+        os.set_blocking(writes, False)
         # Blocked until the wait, so that no signal is lost; the other process unblocks them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         try:
-            code = _waited(subprocess.Popen(command), reached)
+            command = [sys.executable, "-m", __name__, str(writes), str(reached), *arguments]
+            process = subprocess.Popen(command, pass_fds=(writes,))
+            code = _waited(process, received)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(received)
+            os.close(writes)
         return _status(reached.read_text(encoding="utf-8"), code, kernel)
 
 
-def _waited(process: subprocess.Popen[bytes], reached: Path) -> int:
+def _waited(process: subprocess.Popen[bytes], received: int) -> int:
     """Wait for a process, pass on the signals that it has not got itself, and return its code.
 
     The terminal, and whoever signals the whole group, signals both processes. A second signal would
@@ -72,15 +75,18 @@ def _waited(process: subprocess.Popen[bytes], reached: Path) -> int:
             process.wait()
             continue
         got = signal.sigtimedwait(_PASSED_ON, 0.1)
-        if got is None or got.si_code == _BY_THE_TERMINAL:
+        if got is None:
             continue
-        end = time.monotonic() + _GRACE
-        while process.poll() is None and reached.read_text(encoding="utf-8") != _INTERRUPTED:
-            if time.monotonic() > end:
-                process.send_signal(got.si_signo)
-                break
-            time.sleep(0.05)
+        if not _has_byte(received):
+            process.send_signal(got.si_signo)
+            _has_byte(received)
     return process.returncode
+
+
+def _has_byte(received: int) -> bool:
+    """Read the byte of a signal that the other process gets within a second."""
+    ready, _, _ = select.select([received], [], [], _GRACE)
+    return bool(ready and os.read(received, 1))
 
 
 def _status(reached: str, code: int, kernel: str) -> int:
@@ -90,8 +96,8 @@ def _status(reached: str, code: int, kernel: str) -> int:
     word, _, ended = reached.partition(" ")
     if word == _ENDED:
         return int(ended)
-    if word == _INTERRUPTED or -code in _PASSED_ON:
-        return 128 + abs(code) if code < 0 else code or int(Status.SUITE)
+    if -code in _PASSED_ON:
+        return 128 - code
     how = f"status {code}"
     if code < 0:
         how = f"signal {-code} ({signal.strsignal(-code)})"
@@ -118,10 +124,6 @@ class _Reached:
         self.began = True
         self.path.write_text(_RUNNING, encoding="utf-8")
 
-    def pytest_keyboard_interrupt(self) -> None:
-        """Note that the run has got a signal, and ends."""
-        self.path.write_text(_INTERRUPTED, encoding="utf-8")
-
 
 def _main(path: Path, arguments: Sequence[str]) -> int:
     import pytest
@@ -129,14 +131,15 @@ def _main(path: Path, arguments: Sequence[str]) -> int:
     reached = _Reached(path)
     status = int(pytest.main([*arguments], plugins=[reached]))
     if status == pytest.ExitCode.USAGE_ERROR and not reached.began:
-        status = Status.USAGE  # of an option that pytest does not know
+        status = Status.USAGE  # pytest refused an option
     sys.stdout.flush()
     path.write_text(f"{_ENDED} {int(status)}", encoding="utf-8")
     return int(status)
 
 
 if __name__ == "__main__":
+    signal.set_wakeup_fd(int(sys.argv[1]), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     # As for ``python -m pytest``: a kernel may be given as package.module:name.
     sys.path.insert(0, os.getcwd())
-    sys.exit(_main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(_main(Path(sys.argv[2]), sys.argv[3:]))

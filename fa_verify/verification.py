@@ -40,9 +40,9 @@ __all__ = ["Report", "verify"]
 class Report:
     """The result of ``verify``.
 
-    ``bool(report)`` is True if at least one problem was judged, there are no findings, the kernel
-    refused at most half of the calls of each guarantee, and nothing is assumed that narrows what it
-    takes: where ``fa-verify check`` says HOLDS.
+    ``bool(report)`` is True where ``fa-verify check`` says HOLDS: at least one problem was judged,
+    and there are no findings. The kernel refused at most half of the calls of each guarantee, and
+    no narrowing is assumed.
     ``str(report)`` lists the findings, followed by the summary of the run.
 
     Args:
@@ -61,8 +61,8 @@ class Report:
         summary: The summary table, one line per output and dtype.
         mostly_refused: Share of the calls that the kernel refused though no declaration excludes
             them, by guarantee, where it exceeds a half. "" stands for calls of several guarantees.
-        contradiction: What speaks against a report without findings, an error of the suite.
-        assumed: What the kernel is assumed to take alone: see ``Subject``.
+        contradiction: The evidence of an error of the suite, against a report without findings.
+        assumed: Narrowings that no declaration makes: see ``Subject``.
     """
 
     subject: str

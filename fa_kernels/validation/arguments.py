@@ -449,7 +449,7 @@ def check(
     if hasattr(mask, "native"):
         if type(mask).__hash__ is None:
             raise TypeError(f"mask is {mask!r}; needs to be hashable, since it has a method native")
-        if not torch.compiler.is_compiling():  # which takes masks of ints, strings and tuples only
+        if not torch.compiler.is_compiling():  # its masks hold ints, strings and tuples alone
             check_held(mask)
         token = token_of(mask)
     if block_mask is not None:

@@ -33,9 +33,9 @@ class Counts:
         judged: Distinct problems that were judged.
         refused: Share of the calls that the kernel refused, though no declaration excludes them.
         mostly: The share by guarantee, where it exceeds a half; "" stands for several guarantees.
-        contradiction: What speaks against a run without findings, see ``Tally.contradiction``.
+        contradiction: The evidence against a run without findings, see ``Tally.contradiction``.
         waived: Numbers of the findings that were waived, and of the waivers that matched.
-        assumed: What the kernel is assumed to take alone, as it declares nothing: "always causal".
+        assumed: Narrowings that the run assumes and the kernel does not declare: "always causal".
         not_drawn: Declared values that no judged problem had, by declaration.
         interrupted: Whether the run was interrupted.
     """
@@ -56,7 +56,7 @@ class Counts:
 
     @property
     def status(self) -> Status:
-        """How the run ends, if no interrupt ends it."""
+        """The status, if no interrupt ends the run."""
         if self.failed:
             return Status.FAILED
         if self.broken or (self.contradiction and not self.waived[0]):
@@ -65,7 +65,7 @@ class Counts:
 
     @property
     def why_not(self) -> list[str]:
-        """Why a run without findings verifies nothing, or less than was asked."""
+        """The reasons for which a run without findings is not verified."""
         shares = [f"{_percent(x)} of {key}" for key, x in dict(self.mostly).items() if key]
         it, promise = ("it", "a promise") if len(self.assumed) == 1 else ("them", "promises")
         promise = f"assumed: declare {it} to make {it} {promise}"

@@ -70,8 +70,8 @@ class Subject:
         takes: The kernel's signature if it is that of Triton's tutorial and was adapted; else
             empty.
         source: Value of --fa-kernel, for replay lines; empty for the project's own kernels.
-        assumed: What the kernel takes alone, found by a probe and declared by nobody, in words:
-            "always causal". A run that holds for it then ends in NOT VERIFIED.
+        assumed: Narrowings that a probe has found and the kernel does not declare, in words:
+            "always causal". A run that holds for them ends in NOT VERIFIED.
     """
 
     name: str

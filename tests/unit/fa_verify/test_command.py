@@ -255,7 +255,7 @@ def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, second
     assert "test_a_problem_that_kills_faults_holds[000-" in done.stdout
 
 
-# Of every process: a version of Triton whose interpreter cannot be repaired.
+# Every process gets a version of Triton whose interpreter cannot be repaired.
 WITH_OTHER_TRITON = """
 import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

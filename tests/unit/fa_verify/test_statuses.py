@@ -1,4 +1,4 @@
-"""How runs end: one row for each way, of the command and of pytest with --fa-kernel."""
+"""Exit statuses of the command and of pytest with --fa-kernel, a row for each way to end."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ ENDS = {
         r"HOLDS but for \d+ waived findings \(1 waiver\)  \d+ checks hold",
     ),
 }  # fmt: skip
-# What the process of pytest cannot say: a kernel has ended it, or pytest has read no options yet.
+# pytest alone has another status: a kernel has ended it, or it has read no options yet.
 OF_THE_COMMAND = {
     "a crash in this process", "ended in a call", "exits at exit", "exits at import",
     "no such option",

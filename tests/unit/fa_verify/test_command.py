@@ -229,7 +229,8 @@ def test_a_kernel_holds_for_what_is_assumed_of_it_and_is_not_verified(folder):
     assert "HOLDS  " not in done.stdout
     # One problem is judged as it is.
     line = '{"version":1,"M":2,"N":2,"mask":{"type":"Mask","causal":true}}'
-    done = run(folder, "explain", "--kernel=my.py:always_causal", line)
+    assumed = '--assume={"always_causal":true,"masks":["causal"]}'
+    done = run(folder, "explain", "--kernel=my.py:always_causal", assumed, line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "my.py:always_causal  HOLDS  1 check holds" in done.stdout
 

@@ -7,6 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from fa_verify.oracles.bounds.error_model import judge
+from fa_verify.oracles.bounds.in_numpy.bound import bound
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
@@ -111,6 +114,24 @@ def test_a_head_that_is_left_out_of_the_sums_is_found(monkeypatch):
 
     monkeypatch.setattr(_InMemory, "backward", staticmethod(wrong))
     assert {"dk", "dv"} <= found(attention(16), PROBLEM)
+
+
+@pytest.mark.parametrize("scale", [0.25, 4.0])
+def test_atomics_in_fp32_lose_two_smallest_numbers_with_each_tile_of_rows(scale):
+    q, k = (torch.ones(1, 1, n, 8, dtype=torch.float64) for n in (40, 5))
+    inputs = q, k, k, torch.zeros_like(q)
+    call = {"mask": Mask(), "sm_scale": scale, "in_dtype": "fp32"}
+    bounds = []
+    for atomic in ((), ("dk", "dv")):
+        numerics = Numerics(atomic=atomic)
+        of_torch = judge(*inputs, **call, numerics=numerics).bound
+        of_numpy = bound(*(x.numpy() for x in inputs), **call, numerics=numerics)
+        bounds.append([*of_torch[3:], *(torch.from_numpy(x) for x in of_numpy[3:])])
+    lost = 3 * 2 * 2.0**-126  # 40 rows are three tiles
+    for without, within, factor in zip(*bounds, (max(1.0, scale), 1.0) * 2, strict=True):
+        torch.testing.assert_close(
+            within - without, torch.full_like(within, factor * lost), rtol=1e-5, atol=0
+        )
 
 
 def test_statistics_do_not_judge_partial_sums():

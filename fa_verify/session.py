@@ -32,6 +32,7 @@ __all__ = [
     "mask_of",
     "paths_of",
     "select",
+    "selects",
     "subject_of",
 ]
 
@@ -92,10 +93,15 @@ def paths_of(config: pytest.Config) -> list[Path]:
 
 def is_whole(config: pytest.Config) -> bool:
     """Return whether the command line selects all conformance tests."""
-    named = paths_of(config)
+    return not selects(config) and any(CONFORMANCE.is_relative_to(x) for x in paths_of(config))
+
+
+def selects(config: pytest.Config) -> bool:
+    """Return whether options such as -k select some of the tests."""
     option = config.option
-    selects = option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False)
-    return not selects and any(CONFORMANCE.is_relative_to(x) for x in named)
+    return bool(
+        option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False)
+    )
 
 
 def subject_of(config: pytest.Config) -> Subject:

@@ -39,6 +39,7 @@ from fa_verify.session import (
     is_ours,
     is_turn,
     is_whole,
+    selects,
     subject_of,
 )
 
@@ -316,7 +317,9 @@ class Causes:
 
     def _not_drawn(self) -> dict[str, str]:
         """Return the declared values that a run drew no problem of, unless tests were selected."""
-        if not (is_whole(self.config) or self.config.getoption("--fa-quick")):
+        if selects(self.config) or not (
+            is_whole(self.config) or self.config.getoption("--fa-quick")
+        ):
             return {}
         tally = self.config.pluginmanager.get_plugin("summary").tally
         return not_drawn(subject_of(self.config), tally.values)
@@ -329,8 +332,10 @@ class Causes:
 
 def _is_conformance(config: pytest.Config, report: pytest.TestReport) -> bool:
     """Return whether a report is of a conformance test."""
-    path = (config.rootpath / report.nodeid.partition("::")[0]).resolve()
-    return path.is_relative_to(CONFORMANCE)
+    name = report.nodeid.partition("::")[0]
+    if not name:  # pytest names no file that is outside of its root
+        return gives_status(config)
+    return (config.rootpath / name).resolve().is_relative_to(CONFORMANCE)
 
 
 def _of_replay(name: str, messages: Sequence[str], *, full: bool) -> Iterator[str]:

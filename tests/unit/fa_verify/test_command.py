@@ -53,7 +53,8 @@ def always_causal(q, k, v, *, mask, sm_scale):
         raise NotImplementedError("dtypes, groups and sizes of 0")
     if M > N:
         raise NotImplementedError("rows without a key")
-    seen = torch.arange(N) <= torch.arange(M)[:, None] + N - M
+    rows, keys = (torch.arange(size, device=q.device) for size in (M, N))
+    seen = keys <= rows[:, None] + N - M
     scores = (q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf)
     return torch.softmax(scores, -1).masked_fill(~seen, 0) @ v
 
@@ -67,7 +68,7 @@ def undeclared_and_wrong(q, k, v, *, mask, sm_scale):
 
 
 def nan(q, k, v, *, mask, sm_scale):
-    seen = mask.dense(*q.shape[:3], k.shape[2])
+    seen = mask.dense(*q.shape[:3], k.shape[2], device=q.device)
     return torch.softmax((q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf), -1) @ v
 
 
@@ -197,6 +198,9 @@ def test_a_replay_line_carries_what_was_assumed(folder):
     ids=["B", "elements", "memory", "nested"],
 )
 def test_a_damaged_problem_ends_in_a_sentence(folder, problem, said):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if "this machine has" in said and memory > 500e9:
+        pytest.skip("needs a machine with less memory than the largest problem in float64")
     done = run(folder, "explain", "--kernel=my.py:attention", problem)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
@@ -248,7 +252,7 @@ def test_an_exception_on_every_problem_is_printed_before_the_checks(folder):
     [("hanging", 4, "hang: over "), ("crashing", 60, "signal 11")],
 )
 def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, seconds, how):
-    collected = ("--quick", "--", "-n0", f"--fa-problem-timeout={seconds}", "--collect-only", "-q")
+    collected = ("--quick", "--", "-n0", f"--fa-problem-timeout={seconds}", "--collect-only")
     done = run(folder, "check", f"my.py:{name}", *collected)
     said = f"my.py:{name} ended the probe, so nothing is assumed: {how}"
     assert said in done.stdout, done.stdout + done.stderr
@@ -282,8 +286,7 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
     first = ("--", "-n0", "-k", "test_a_problem_that_kills_faults_holds and (0- or 1- or 2-)")
     done = run(folder, "check", "my.py:attention", "--quick", *first)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_quick.py" in done.stdout
-    assert re.search(r"\b\d+ passed", done.stdout)
+    assert re.search(r"\b3 passed", done.stdout)
     done = run(folder, "check", "my.py:broken", "--quick", *first)
     assert done.returncode == 1, done.stdout + done.stderr
     # On the plainest problem, not on the one that was chosen.
@@ -294,7 +297,7 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
 def test_a_quick_run_judges_merges_of_a_subject_that_merges(folder, merges):
     (folder / "merging.py").write_text("def merge(outs, lses):\n    pass\nmerge.states = True\n")
     name = "merging.py:merge" if merges else "my.py:attention"
-    done = run(folder, "check", name, "--quick", "--", "-n0", "--collect-only", "-q")
+    done = run(folder, "check", name, "--quick", "--", "-n0", "--collect-only")
     assert ("test_merging.py::" in done.stdout) is merges, done.stdout + done.stderr
 
 
@@ -344,7 +347,7 @@ def test_a_kernel_of_pages_is_judged_and_its_failure_replays(folder):
     again = run(folder, *shlex.split(line))
     assert again.returncode == 1, again.stdout + again.stderr
     assert "G1 accuracy: out of broken leaves the derived bound" in again.stdout
-    assert "my.py:broken  FAILED  " in again.stdout
+    assert "pages.py:broken  FAILED  " in again.stdout
     healthy = run(folder, *shlex.split(line.replace("broken", "decode")))
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
 
@@ -403,7 +406,8 @@ def test_a_run_that_skips_every_check_has_a_status(folder):
     assert "my.py:attention  NOT VERIFIED  no problem was judged; 0 checks hold" in done.stdout
 
 
-def test_a_kernel_that_asks_for_a_gpu_is_not_verified_on_a_cpu(folder):
+def test_a_kernel_that_asks_for_a_gpu_is_not_verified_on_a_cpu(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ("--quick", "--", "-n0", "-k", "test_quick and (000 or 001 or 002 or 003 or 004)")
     done = run(folder, "check", "my.py:on_a_gpu", *words)
     assert "my.py:on_a_gpu  NOT VERIFIED  " in done.stdout, done.stdout + done.stderr

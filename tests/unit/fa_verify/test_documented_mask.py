@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fa_verify.conformance_process import Status
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
@@ -33,10 +35,12 @@ def example() -> str:
     return page.partition("```python\n")[2].partition("```")[0]
 
 
-def test_the_documented_mask_is_verified(tmp_path, example):
+def test_the_documented_mask_is_verified(tmp_path, example, device):
     done = verified(tmp_path, example)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    # The tests of forms judge no problem, so they alone verify no kernel.
+    assert done.returncode == Status.NOT_VERIFIED, done.stdout + done.stderr
+    # Without a GPU, the compiled predicate is a form of its own.
+    assert f"{4 + (device == 'cpu')} passed" in done.stdout
 
 
 def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example, device):

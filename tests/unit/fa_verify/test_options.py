@@ -179,8 +179,8 @@ OF_KERNELS = {
         "-kempty_rows_give_zero or hidden_positions_add or test_mask.py",
     ],
     "refusing": [f"--fa-replay={Problem().to_json()}"],
-    "tiring": ["--hypothesis-profile=gate", f"-k{BOUND} and fp16-default-d16"],
-    "wrong": ["--hypothesis-profile=dev", f"-k{BOUND} and fp32-default-d16"],
+    "tiring": ["-v", "--hypothesis-profile=gate", f"-k{BOUND} and fp16-default-d16"],
+    "wrong": ["-v", "--hypothesis-profile=dev", f"-k{BOUND} and fp32-default-d16"],
 }
 
 

@@ -35,7 +35,7 @@ def test_a_stride_fault_is_not_shown_at_the_inputs_of_another_fault(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "large.json").write_text(json.dumps({"problem": STORED}))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q",
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v",
          "tests/conformance/test_replay.py", "-k", "[large]",
          f"--kernel={tmp_path}/attention.py:attention", f"--corpus={tmp_path}/corpus"],
         cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,

@@ -256,8 +256,8 @@ def of_pytest(folder):
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps(runs), str(folder)],
-        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-        timeout=500, check=True,
+        cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=500, check=True,
     )  # fmt: skip
     said = [
         "".join((folder / f"{i}.{stream}").read_text() for stream in ("out", "err"))

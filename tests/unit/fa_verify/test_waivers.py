@@ -102,7 +102,8 @@ def test_counts_of_workers_are_added(tmp_path):
 def test_a_run_with_known_failures_passes_and_other_failures_are_found(folder):
     (folder / "known.txt").write_text(FILE)
     words = "check", "my.py:broken", "--waive=known.txt", "--json=waived.jsonl"
-    done = run(folder, *words, "--forward-only", *ACCURACY)
+    # At larger head dims, limits find the factor where the bound does not.
+    done = run(folder, *words, "--forward-only", *ACCURACY[:-1], f"{ACCURACY[-1]} and d16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(
         r"^\d+ x G1, out of broken \*: the factor is intended, see #7", done.stdout, re.M

@@ -52,6 +52,8 @@ _MASK = pytest.StashKey[type[Mask] | None]()
 class TooFewError(pytest.fail.Exception):
     """A check judged too few problems to say anything of the kernel."""
 
+    __module__ = "builtins"  # as pytest's own, so that messages begin with the bare name
+
 
 def is_ours(config: pytest.Config) -> bool:
     """Return whether the project's own kernels are under test."""

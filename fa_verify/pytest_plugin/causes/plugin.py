@@ -363,4 +363,5 @@ def _is_of_the_suite(error: BaseException) -> bool:
 def _message(report: pytest.TestReport) -> str:
     """Return the message of a failure without findings: its last words, or how a worker died."""
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr or report.outcome)
+    text = str(crash.message if crash else report.longrepr or report.outcome)
+    return text.removeprefix(f"{TooFewError.__name__}: ")

@@ -49,7 +49,7 @@ LEFT_OUT = {
             "there are none",
             "lse is not returned",
             'backward_reads=("out", "lse") is not declared',
-            "heads of a group are rounded before they are added",
+            "heads of a group are rounded before they are added", "partial sums of ",
         ),
         "is the reason why limits are not asked, and no finding",
     ),

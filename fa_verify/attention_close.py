@@ -1,4 +1,4 @@
-"""``assert_attention_close``: judge the tensors of a test that calls its kernel by itself."""
+"""``assert_attention_close``: assert that the tensors of a test are those of a correct kernel."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
+from fa_verify.judged_call import CallReport, JudgedCall, declarations_that_pass, judge_call
 from fa_verify.oracles.masks.mask import Mask, shown
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.added_gradients import judge_bias_gradient, judge_sink_gradient
-from fa_verify.properties.checks.backward import backward
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import GradientRun, OutOfRangeError, plan_in_range
+from fa_verify.properties.execution.trial import OutOfRangeError
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.subject import Subject
@@ -65,27 +63,33 @@ def assert_attention_close(
     sm_scale: float | None = None,
     numerics: Numerics = Numerics(),  # noqa: B008  # frozen
     replay_folder: str | None = FOLDER,
-) -> None:
-    """Assert that the results of an attention kernel lie within their derived bounds.
+    report: bool = False,
+) -> CallReport | None:
+    """Assert that the results of an attention kernel are those of a correct kernel.
 
     It replaces ``torch.testing.assert_close`` against a reference: it computes the exact results in
     float64, and how far each element of a correct kernel may be from them. No tolerance is chosen.
+    The bound judges every element. Limits of independent roundings, which are sharper, judge
+    elements and sums over rows, tiles and outputs, where the numerics and the data allow it. So do
+    the statistics of errors on data like N(0, 1).
 
     Example::
 
         out = my_attention(q, k, v, causal=True)
         assert_attention_close(out, q, k, v, mask=Mask(causal=True))
 
-    All tensors are on one device, with any strides. They have the dtype of q. lse and dlse are
-    float64 for float64 inputs and float32 otherwise. alibi_slopes, sinks and dsinks are float32,
-    and bias and dbias may be. Rows and keys without a visible pair may hold anything in the inputs.
-    In the results, they are exactly 0, and -inf in lse, or the sink.
+    All tensors are on one device, with any strides. They have the dtype of q, but k and v may be
+    float32 or float64 beside a 16-bit q, as a dequantised cache is; no gradient is judged then. lse
+    and dlse are float64 for float64 inputs and float32 otherwise. alibi_slopes, sinks and dsinks
+    are float32, and bias and dbias may be. Rows and keys without a visible pair may hold anything
+    in the inputs. In the results, they are exactly 0, and -inf in lse, or the sink.
 
     Args:
         out: Result of the kernel, (B, H, M, Dv).
         q: Queries, (B, H, M, D), in float16, bfloat16, float32 or float64.
-        k: Keys, (B, Hk, N, D); Hk divides H.
-        v: Values, (B, Hk, N, Dv).
+        k: Keys, (B, Hk, N, D); Hk divides H. In a wider dtype than q, they are taken as they are,
+            and not as rounded to the dtype of q.
+        v: Values, (B, Hk, N, Dv), as k.
         lse: The natural logarithm of the softmax's denominator, (B, H, M), if the kernel returns
             it.
         dout: The gradient of out that the gradients below were computed from, (B, H, M, Dv).
@@ -105,12 +109,19 @@ def assert_attention_close(
         sm_scale: Factor on q.k; None is D**-0.5.
         numerics: The roundings of the kernel, where they differ from FlashAttention-2's. With
             ``backward_reads``, gradients are also judged given out and lse as they were returned.
+            With ("out", "lse") and ``lse``, limits judge them too.
         replay_folder: Folder for a file with the arguments of a call that fails, if its tensors
             take no more than 1 MiB. ``fa-verify explain FILE`` judges them again. None writes none.
+        report: Return the figures of a call that passes.
+
+    Returns:
+        None, or with ``report`` the largest error / bound of each output, and the share of its
+        elements that each check judged.
 
     Raises:
-        AssertionError: A result leaves its bound. The message shows its worst element, and where
-            bad elements concentrate.
+        AssertionError: A result leaves its bound or a limit. The message shows its worst element,
+            where bad elements concentrate, what judged which share of the elements, and the
+            declarations with which the call passes, if there are any.
         TypeError: An argument has the wrong type.
         ValueError: A shape, dtype or device is wrong, a gradient is given without ``dout`` and
             ``dlse``, these without a gradient, ``dbias`` without ``bias``, or ``dsinks`` without
@@ -145,10 +156,12 @@ def assert_attention_close(
             sinks=_detached(sinks),
         )  # fmt: skip
         got = Outputs(*map(_detached, (out, lse, dq, dk, dv)))
-        findings = _judged(subject, problem, inputs, got, _detached(dbias), _detached(dsinks))
-    if not findings:
-        return
-    lines = [*(x.told for x in findings), _facts(subject, problem, inputs)]
+        call = JudgedCall(subject, problem, inputs, got, _detached(dbias), _detached(dsinks))
+        findings, figures = _judged(call)
+        if not findings:
+            return figures if report else None
+        passing = declarations_that_pass(call, findings)
+    lines = [*(x.told for x in findings), str(figures), *passing, _facts(subject, problem, inputs)]
     if replay_folder is not None:
         scalars = {"sm_scale": sm_scale, "softcap": softcap, "numerics": numerics}
         lines += _replay_line(replay_folder, {**required, **optional, **scalars}, mask)
@@ -159,33 +172,19 @@ def _detached(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.detach()
 
 
-def _judged(
-    subject: Subject,
-    problem: Problem,
-    inputs: Inputs,
-    got: Outputs[torch.Tensor | None],
-    dbias: torch.Tensor | None,
-    dsinks: torch.Tensor | None,
-) -> list[Finding]:
-    """Return the findings of the checks that need one run alone."""
+def _judged(call: JudgedCall) -> tuple[list[Finding], CallReport]:
+    """Return ``judge_call``.
+
+    Raises:
+        ValueError: The inputs are out of range.
+    """
     try:
-        trial = plan_in_range(subject, problem, inputs).trial(subject, got)
-        findings = accuracy(trial)
-        if any(gradient is not None for gradient in got[2:]):
-            findings += backward(trial)
-        assert got.out is not None
-        if dbias is not None:
-            of_bias = GradientRun(got.out, got.lse, dbias)
-            findings += judge_bias_gradient(trial, lambda: of_bias)
-        if dsinks is not None and problem.N:
-            of_sinks = GradientRun(got.out, got.lse, dsinks)
-            findings += judge_sink_gradient(trial, lambda: of_sinks)
+        return judge_call(call)
     except OutOfRangeError as reason:
-        _check_finite(problem, inputs)
+        _check_finite(call.problem, call.inputs)
         raise ValueError(
             f"the inputs are out of range, so that a correct kernel may fail: {reason}"
         ) from None
-    return findings
 
 
 def _replay_line(folder: str, arguments: dict[str, Any], mask: Mask) -> list[str]:
@@ -263,10 +262,15 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
             dtype = x.dtype
         if name == "dbias":
             dtype, like = given["bias"].dtype, ", that of bias"
-        if x.dtype != dtype:
+        if x.dtype != dtype and not (name in ("k", "v") and _is_wide(x, q)):
             raise ValueError(f"{name} has dtype {x.dtype}; needs {dtype}{like}")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}; needs the device of q, {q.device}")
+    if gradients and not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"{gradients[0]} is given for k of {k.dtype} and v of {v.dtype}; needs them in the "
+            f"dtype of q, {q.dtype}: gradients of dequantised tensors are not judged"
+        )
     for axis in ("H", "Hk", "D", "Dv"):
         if not sizes[axis]:
             raise ValueError(f"{axis} is 0; needs at least 1")
@@ -274,6 +278,11 @@ def _check(required: dict[str, Any], optional: dict[str, Any]) -> None:
         raise ValueError(
             f"q has {H} heads; needs a multiple of the {Hk} heads of k. Tensors are (B, H, S, D)"
         )
+
+
+def _is_wide(x: torch.Tensor, q: torch.Tensor) -> bool:
+    """Return whether x is float32 or float64 beside a 16-bit q."""
+    return q.element_size() == 2 and x.dtype in (torch.float32, torch.float64)
 
 
 def _check_finite(problem: Problem, inputs: Inputs) -> None:

@@ -43,7 +43,8 @@ class Constants:
         u_p: Error of all casts of P and dS together.
         eta_p: Error of these casts if they underflow.
         u_x: Error of a dot's operand beyond its dtype, as in TF32.
-        u_given: The same of an operand that is an input: 0 if its conversion is replayed.
+        u_given: The same of an operand that is an input: 0 if its conversion is replayed, and that
+            of the scales of a dequantised input.
         eta_x: Error of a subnormal operand of a dot, ``eta_a`` included.
         eta_a: Loss of a sum on tensor cores by one subnormal operand, per unit of the other
             operand of its product.
@@ -151,7 +152,9 @@ _CONVERSIONS = {
 }
 
 
-def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> Constants:
+def constants(
+    in_dtype: str, numerics: Numerics, *, replayed: bool = False, dequantised: bool = False
+) -> Constants:
     """Returns the constants for tensors of ``in_dtype`` under the declared numerics.
 
     Tensor cores shift the products that they add at a time to the largest exponent among them, and
@@ -167,6 +170,9 @@ def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> C
         in_dtype: "fp16", "bf16", "fp32" or "fp64".
         numerics: The subject's declared numerics.
         replayed: Whether inputs are given as dots read them.
+        dequantised: Whether k or v is given in a wider dtype than q. It is exact in it but for one
+            rounding, of a stored number times its scale. A kernel that multiplies a dot by the
+            scale instead rounds once more.
 
     Raises:
         ValueError: in_dtype is unknown.
@@ -197,7 +203,7 @@ def constants(in_dtype: str, numerics: Numerics, *, replayed: bool = False) -> C
         u_p=u_p,
         eta_p=eta_p,
         u_x=u_x,
-        u_given=0.0 if replayed else u_x,
+        u_given=2 * u if dequantised else 0.0 if replayed else u_x,
         eta_x=eta_x + eta_a,
         eta_a=eta_a,
         eta_op=ftz if numerics.flushes else 0.0,

@@ -441,8 +441,8 @@ def judge(
 
     Args:
         q: (B, H, M, D), the kernel's inputs, any float dtype and strides.
-        k: (B, Hk, N, D).
-        v: (B, Hk, N, Dv).
+        k: (B, Hk, N, D). In another dtype than q, it is dequantised; see ``constants``.
+        v: (B, Hk, N, Dv), as k.
         dout: (B, H, M, Dv).
         dlse: (B, H, M), the gradient of lse, if the kernel was given one.
         alibi_slopes: (H,) or (B, H), if the kernel was given them.
@@ -470,7 +470,7 @@ def judge(
     Higham 2021 (doi 10.1093/imanum/draa038); the algorithm is FlashAttention-2's
     (arXiv:2307.08691).
     """
-    c = constants(in_dtype, numerics)
+    c = constants(in_dtype, numerics, dequantised=not q.dtype == k.dtype == v.dtype)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     if N == 0 < B * M and sinks is not None:
         return _without_keys(

@@ -33,6 +33,11 @@ softmax is flatter by a factor.
 Casts of P and dS in the backward are replayed. Those near a tie count as random, with half a
 spacing. Those of the forward are relative to an unknown pivot, and uniform: u_p**2 / 3.
 
+Rows or keys that are equal share their roundings. The sum of r errors that may be equal has a
+variance of at most r times that of independent ones, by the inequality of Cauchy and Schwarz. So
+``Copies`` multiplies variances: those of the terms of an element, and, in ``Spread.copies``, those
+of the elements of a sum over rows. The weights of a row with nearly equal scores count as equal.
+
 TF32 dots, whose conversion is declared, are those of the converted inputs. A conversion of P to
 nearest is one more cast. A truncation loses a uniform share of the spacing, which is at most u_x p;
 where P is 1 it loses nothing. Its mean is u_x p / 4 plus at most as much, which counts as a shape
@@ -62,7 +67,7 @@ from fa_verify.oracles.bounds.replay import Format, cast_format, operand_format,
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import DenseMask
 
-__all__ = ["DEVIATIONS", "Spread", "Weights", "spreads"]
+__all__ = ["DEVIATIONS", "FEW", "FLAT", "Copies", "Spread", "Weights", "spreads"]
 
 DEVIATIONS = 9.6
 _PAIRS = 2**22  # pairs of which some forty float64 matrices are in memory at a time
@@ -71,6 +76,11 @@ _SEEN = 2**28  # pairs of which booleans alone are
 _STEP = 16
 _STEP_TF32 = 4
 _PEAKED = 16.0  # least weight of other keys, in units of u_in, that spreads out over its spacing
+# Variance of scores below which the weights of a row count as equal: a deviation of a tenth is
+# twelve spacings of bfloat16. Equal errors of few weights lie within the limit of independent ones:
+# 9.6 sqrt(n / 3) is larger than n up to 30.
+FLAT = 0.01
+FEW = 30
 _PEAK = 4.0  # largest partial sum of centred terms, in units of the root of their squares
 
 
@@ -81,6 +91,20 @@ class Weights(NamedTuple):
     dq: torch.Tensor  # (B, H, M, D)
     dk: torch.Tensor  # (B, Hk, N, D)
     dv: torch.Tensor  # (B, Hk, N, Dv)
+
+
+class Copies(NamedTuple):
+    """The numbers of rows of q, and of keys, that are equal to each, itself included, float64."""
+
+    rows: torch.Tensor  # (B, H, M): among the rows that read the same keys
+    keys: torch.Tensor  # (B, Hk, N): among the keys of the head
+    rows_anywhere: torch.Tensor  # (B, H, M): among all rows whose errors are added up
+    keys_anywhere: torch.Tensor  # (B, Hk, N)
+
+    @property
+    def none(self) -> bool:
+        """Whether all rows and all keys differ."""
+        return all(bool(x.amax() == 1) for x in self if x.numel())
 
 
 class Spread(NamedTuple):
@@ -99,6 +123,7 @@ class Spread(NamedTuple):
         alone: The variances of the errors of each element alone.
         peaked: (..., 1): whether weights near 1 make up nearly all of an element, so that it is
             nearly a value of v, or a sum of values of dout, and its last rounding is not uniform.
+        copies: (..., 1): the number of rows, or of keys, that may share their errors.
     """
 
     value: torch.Tensor
@@ -110,6 +135,7 @@ class Spread(NamedTuple):
     shared: torch.Tensor
     alone: torch.Tensor
     peaked: torch.Tensor
+    copies: torch.Tensor
 
     @property
     def limit(self) -> torch.Tensor:
@@ -161,6 +187,59 @@ class _Keys(NamedTuple):
     flushed: torch.Tensor  # the loss of terms below the smallest normal number, (Z, N, D)
     weight: torch.Tensor  # the sum of P, (Z, N, 1)
     light: torch.Tensor  # the part of it from P < 1/2
+
+
+class _Shared(NamedTuple):
+    """Factors of variances from ``Copies``, for the rows and keys of a chunk."""
+
+    keys: torch.Tensor | float  # (Z, R or 1, N), in sums over keys
+    rows: torch.Tensor | float  # (Z, R, 1), in sums over rows
+    anywhere: torch.Tensor | float  # (Z, R, 1), ``Spread.copies``
+
+    def of_keys(self, variance: torch.Tensor) -> torch.Tensor:
+        """Returns the variances of terms of sums over keys, (Z, R, N)."""
+        return variance if isinstance(self.keys, float) else variance * self.keys
+
+    def of_rows(self, variance: torch.Tensor) -> torch.Tensor:
+        """Returns the variances of terms of sums over rows, (Z, R, N) or (Z, R, 1)."""
+        return variance if isinstance(self.rows, float) else variance * self.rows
+
+    def copies(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of rows that share the errors of a row, (Z, R, 1)."""
+        return torch.ones_like(like[..., :1]) if isinstance(self.anywhere, float) else self.anywhere
+
+
+_INDEPENDENT = _Shared(1.0, 1.0, 1.0)
+
+
+def _shared(
+    copies: Copies | None, none: bool, scores: Scores, pairs: _Pairs, rows: slice, here: slice,
+    x: Chunk,
+) -> _Shared:  # fmt: skip
+    """Returns the factors of a piece of a chunk.
+
+    Args:
+        copies: Those of all rows and keys.
+        none: Whether all of them are 1.
+        scores: The scores of the piece.
+        pairs: Its pairs.
+        rows: The rows of the chunk.
+        here: The heads of the piece.
+        x: The piece.
+    """
+    if copies is None:
+        return _INDEPENDENT
+    everything = float(copies.rows.numel())
+    seen = pairs.seen.sum(2, True)
+    flat = (seen * scores.p.square().sum(2, True) < 1 + FLAT) & (seen > FEW)
+    if none and not bool(flat.any()):
+        return _INDEPENDENT
+    of_rows, anywhere = (
+        torch.where(flat, everything, y[:, :, rows].reshape(-1, x.empty.shape[1], 1)[here])
+        for y in (copies.rows, copies.rows_anywhere)
+    )
+    of_keys = copies.keys.flatten(0, 1)[here, x.keys].unsqueeze(1)
+    return _Shared(torch.where(flat, seen, of_keys), of_rows, anywhere)
 
 
 class _Dots(NamedTuple):
@@ -235,11 +314,11 @@ def _of_products(
 
 def _of_lse(
     x: Chunk, scores: Scores, pairs: _Pairs, p2: torch.Tensor, systematic: torch.Tensor,
-    cast: torch.Tensor, c: Constants, numerics: Numerics,
+    cast: torch.Tensor, shared: _Shared, c: Constants, numerics: Numerics,
 ) -> Spread:  # fmt: skip
     """Returns the errors of lse, the logarithm of the softmax sum."""
     # 1. Dots, and the casts of P where their sum is taken.
-    variance = (p2 * pairs.dots.variance).sum(2)
+    variance = shared.of_keys(p2 * pairs.dots.variance).sum(2)
     if numerics.l_from == "rounded":
         variance += cast.sum(2)
     # 2. Additions of the softmax sum, each of which errs by at most u of it, uniformly.
@@ -256,12 +335,12 @@ def _of_lse(
     return Spread(
         value=value, variance=variance, shapes=nothing.unsqueeze(0), along=along, across=nothing,
         of_sums=variance.squeeze(2), shared=nothing.squeeze(2), alone=nothing,
-        peaked=torch.zeros_like(x.empty).unsqueeze(2),
+        peaked=torch.zeros_like(x.empty).unsqueeze(2), copies=shared.copies(nothing),
     )  # fmt: skip
 
 
 def _of_forward(
-    x: Chunk, scores: Scores, pairs: _Pairs, weights: torch.Tensor, c: Constants,
+    x: Chunk, scores: Scores, pairs: _Pairs, weights: torch.Tensor, shared: _Shared, c: Constants,
     numerics: Numerics, step: int,
 ) -> tuple[Spread, Spread]:  # fmt: skip
     """Returns the errors of out and of lse."""
@@ -271,13 +350,13 @@ def _of_forward(
     systematic = torch.sub(dots.systematic, scores.s, alpha=3 * c.u)
     systematic.add_((3 * c.u * (scores.m + scores.lag)).unsqueeze(2))
     systematic.add_(scores.rescales, alpha=c.u_exp)
-    centred = torch.addcmul(dots.variance, systematic, systematic).mul_(p2)
+    centred = shared.of_keys(torch.addcmul(dots.variance, systematic, systematic).mul_(p2))
     # 2. The cast of P, relative to the row's maximum. A sum of the rounded P cancels it in part.
     lost = torch.full_like(scores.m, c.eta_p).unsqueeze(2)
     if not numerics.p_normalised:
         lost *= top
-    cast = (pairs.seen * (lost.square() / 3)).add_(p2, alpha=c.u_p**2 / 3)
-    of_lse = _of_lse(x, scores, pairs, p2, systematic, cast, c, numerics)
+    cast = shared.of_keys((pairs.seen * (lost.square() / 3)).add_(p2, alpha=c.u_p**2 / 3))
+    of_lse = _of_lse(x, scores, pairs, p2, systematic, cast, shared, c, numerics)
     lost_v = c.ftz * (pairs.seen @ x.abs_v)
     # The conversion of P to TF32, after the sum of P. A truncation has a mean.
     truncates = c.u_x > 0 and numerics.tf32_conversion == "truncate"
@@ -285,9 +364,9 @@ def _of_forward(
     of_conversion = c.u_x**2 / 12 + mean**2 if truncates else c.u_x**2 / 3
     if numerics.l_from == "rounded":
         centred += cast
-        cast = p2 * of_conversion
+        cast = shared.of_keys(p2) * of_conversion
     elif of_conversion:
-        cast.add_(p2, alpha=of_conversion)
+        cast.add_(shared.of_keys(p2), alpha=of_conversion)
     variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
     variance = variance.clamp_(min=0) + cast @ v2
     along_out, along_v = (weights * out).sum(2, True), weights @ x.v.mT
@@ -317,6 +396,7 @@ def _of_forward(
         shared=torch.zeros_like(of_sums),
         alone=dot.variance,
         peaked=(top > 1 - _PEAKED * c.u_in) & ~empty,
+        copies=shared.copies(out),
     )
     return of_out, of_lse
 
@@ -349,8 +429,8 @@ class _Recomputed(NamedTuple):
 
 
 def _of_dv(
-    x: Chunk, pairs: _Pairs, of_p: _Recomputed, of_dv: torch.Tensor, c: Constants,
-    cast: Format | None,
+    x: Chunk, pairs: _Pairs, of_p: _Recomputed, of_dv: torch.Tensor, shared: _Shared,
+    c: Constants, cast: Format | None,
 ) -> _Keys:  # fmt: skip
     """Returns the contributions to the errors of dv."""
     p, p2, variance, of_lse = of_p
@@ -361,6 +441,7 @@ def _of_dv(
     # Weights that are nearly 1 are equal, and so are their roundings.
     least = 1 - _PEAKED * (c.u_in if cast is None else cast.u)
     of_ones = torch.where(p < least, 0.0, random).sqrt_()
+    random, of_lse2 = shared.of_rows(random), shared.of_rows(of_lse2)
     directions = ((systematic, None), (systematic, pairs.sign), (p, dots.truncated))
     along2 = (x.dout @ of_dv.mT).square_()
     additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
@@ -393,8 +474,8 @@ def _products(
 
 def _of_ds(
     x: Chunk, out: torch.Tensor, pairs: _Pairs, of_p: _Recomputed, of_dq: torch.Tensor,
-    of_dk: torch.Tensor, t: float, c: Constants, numerics: Numerics, cast: Format | None,
-    step: int,
+    of_dk: torch.Tensor, of_copies: _Shared, t: float, c: Constants, numerics: Numerics,
+    cast: Format | None, step: int,
 ) -> tuple[Spread, _Keys]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk, given out."""
     p, p2, p_variance, of_lse = of_p
@@ -424,6 +505,7 @@ def _of_ds(
     if scaled:
         error.add_(pairs.seen, alpha=c.eta_op / min(t, 1.0))
     ds_cast, random = _window(ds, variance, error, cast, t if scaled else 1.0)
+    of_rows, of_keys = of_copies.of_rows(random), of_copies.of_keys(random)
     # 3. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
     directions = (
         (of_scores, None), (of_scores, pairs.sign), (ds, dots.truncated),
@@ -439,24 +521,25 @@ def _of_ds(
     dot = _dot(dq, t * t * (squares @ k2), (numerics.block_n + 2) * tiles, c, step)
     rows = Spread(
         value=dq,
-        variance=t * t * (random @ k2) + by_delta.square() + dot.variance,
-        shapes=t * torch.stack([of_rows for of_rows, _ in shapes]),
+        variance=t * t * (of_keys @ k2) + by_delta.square() + dot.variance,
+        shapes=t * torch.stack([y for y, _ in shapes]),
         along=(dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes).add_(of_tiles),
         across=dot.across,
-        of_sums=along_k2.mul_(random).sum(2) + (of_dq * by_delta).sum(2).square(),
+        of_sums=along_k2.mul_(of_keys).sum(2) + (of_dq * by_delta).sum(2).square(),
         shared=torch.zeros_like(x.empty, dtype=torch.float64),
         alone=dot.variance,
         peaked=torch.zeros_like(x.empty).unsqueeze(2),
+        copies=of_copies.copies(dq),
     )
     # 4. Errors of lse and delta differ from row to row, but keys share them.
     additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
-    shared = (p2 * of_delta).addcmul_(ds.square(), of_lse.square())
+    shared = of_copies.of_rows((p2 * of_delta).addcmul_(ds.square(), of_lse.square()))
     keys = _Keys(
         value=t * (ds_cast.mT @ x.q),
         squares=t * t * (squares.mT @ q2),
-        variance=t * t * (random.mT @ q2 + shared.mT @ q2),
-        shapes=t * torch.stack([*(of_keys for _, of_keys in shapes), ds.mT @ (of_lse * x.q)]),
-        of_sums=(random * along_q2).sum(1),
+        variance=t * t * (of_rows.mT @ q2 + shared.mT @ q2),
+        shapes=t * torch.stack([*(y for _, y in shapes), ds.mT @ (of_lse * x.q)]),
+        of_sums=(of_rows * along_q2).sum(1),
         shared=along_q2.mul_(shared).sum(1),
         additions=additions,
         flushed=t * (flushed.mT @ x.abs_q),
@@ -468,8 +551,8 @@ def _of_ds(
 
 def _backward(
     x: Chunk, given: Returned, scores: Scores, pairs: _Pairs, of_dq: torch.Tensor,
-    of_dk: torch.Tensor, of_dv: torch.Tensor, t: float, c: Constants, numerics: Numerics,
-    in_dtype: str, step: int,
+    of_dk: torch.Tensor, of_dv: torch.Tensor, shared: _Shared, t: float, c: Constants,
+    numerics: Numerics, in_dtype: str, step: int,
 ) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
     assert given.out is not None
@@ -481,19 +564,21 @@ def _backward(
     p2 = p.square()
     variance = torch.addcmul(dots.variance, dots.systematic, dots.systematic).mul_(p2)
     of_p = _Recomputed(p, p2, variance, 3 * c.u * lse.abs())
-    dv = _of_dv(x, pairs, of_p, of_dv, c, cast)
-    dq, dk = _of_ds(x, out, pairs, of_p, of_dq, of_dk, t, c, numerics, cast, step)
+    dv = _of_dv(x, pairs, of_p, of_dv, shared, c, cast)
+    dq, dk = _of_ds(x, out, pairs, of_p, of_dq, of_dk, shared, t, c, numerics, cast, step)
     return dq, dk, dv
 
 
-def _finished(keys: _Keys, c: Constants, step: int) -> Spread:
+def _finished(keys: _Keys, copies: torch.Tensor | None, c: Constants, step: int) -> Spread:
+    if copies is None:
+        copies = torch.ones_like(keys.weight)
     dot = _dot(keys.value, keys.squares, keys.additions, c, step)
     return Spread(
         value=keys.value, variance=keys.variance + dot.variance, shapes=keys.shapes,
         along=dot.along + 4 * c.u * keys.value.abs() + keys.flushed + c.ftz * (keys.additions + 2),
         across=dot.across,
         of_sums=keys.of_sums, shared=keys.shared, alone=dot.variance,
-        peaked=keys.light < _PEAKED * c.u_in * keys.weight,
+        peaked=keys.light < _PEAKED * c.u_in * keys.weight, copies=copies,
     )  # fmt: skip
 
 
@@ -571,6 +656,7 @@ def spreads(
     sm_scale: float,
     in_dtype: str,
     numerics: Numerics,
+    copies: Copies | None = None,
     rows: int | None = None,
 ) -> dict[str, Spread]:
     """Returns the errors of out and lse, and, given the forward, of dq, dk and dv.
@@ -590,12 +676,14 @@ def spreads(
         sm_scale: Factor on q.k, > 0.
         in_dtype: "fp16", "bf16" or "fp32".
         numerics: The subject's declared numerics.
+        copies: The numbers of equal rows and keys; None if all differ, and no weights agree.
         rows: Height of a chunk; None limits its memory.
     """
     operands = operand_format(in_dtype, numerics)
     c = constants(in_dtype, numerics, replayed=operands is not None)
     step = _STEP if stored_format(in_dtype) is not None else 0 if operands is None else _STEP_TF32
     (B, H), (Hk, N) = q.shape[:2], k.shape[1:3]
+    none = copies is not None and copies.none
     if rows is None:
         # Tall chunks of few heads: every chunk adds to all keys of its heads.
         rows = max(1, min(_PAIRS // (H // Hk * N), _SEEN // (B * H * N)))
@@ -617,14 +705,15 @@ def spreads(
         for here, x in _pieces(chunk, _PAIRS):
             scores = scored(x, sm_scale, c, numerics, softcap=None)
             pairs = _pairs(x, scores, sm_scale, c, step)
-            forward = _of_forward(x, scores, pairs, of_out[here], c, numerics, step)
+            shared = _shared(copies, none, scores, pairs, rows_here, here, x)
+            forward = _of_forward(x, scores, pairs, of_out[here], shared, c, numerics, step)
             for name, spread in zip(("out", "lse"), forward, strict=True):
                 found[name].append(spread)
             if back is None:
                 continue
             dq, dk, dv = _backward(
                 x, _of_pieces(back, here), scores, pairs, of_dq[here], of_dk[here, x.keys],
-                of_dv[here, x.keys], sm_scale, c, numerics, in_dtype, step,
+                of_dv[here, x.keys], shared, sm_scale, c, numerics, in_dtype, step,
             )  # fmt: skip
             found["dq"].append(dq)
             # Added at once: the contributions of a long problem's chunks do not fit in memory.
@@ -637,5 +726,6 @@ def spreads(
     result = {name: _joined(parts, 2) for name, parts in of_rows.items() if parts}
     for name in ("dk", "dv") if of_keys else ():
         total = _joined([part for (of, _), part in of_keys.items() if of == name])
-        result[name] = _of_heads(_finished(total, c, step), B, Hk)
+        of_copies = None if copies is None else copies.keys_anywhere.reshape(-1, N, 1)
+        result[name] = _of_heads(_finished(total, of_copies, c, step), B, Hk)
     return result

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from fa_verify.oracles.bounds.replay import Format, stored_format
-from fa_verify.oracles.bounds.spread import DEVIATIONS, Spread, Weights, spreads
+from fa_verify.oracles.bounds.replay import Format, power_of_two, stored_format
+from fa_verify.oracles.bounds.spread import DEVIATIONS, FEW, Spread, Weights, spreads
 from fa_verify.oracles.bounds.variance import rounding
 from fa_verify.oracles.guarantee import LIMIT
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
+from fa_verify.properties.checks.independence import Agreement
 from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios
 from fa_verify.properties.execution.trial import AttentionTrial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
@@ -25,7 +26,10 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of"]
+__all__ = [
+    "FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of",
+    "unmodelled", "without_gradients",
+]  # fmt: skip
 
 # Families of continuous scores and values that differ from pair to pair, so that no roundings
 # agree. Rows of needles agree with each other. With values of one sign, the elements of out are
@@ -37,6 +41,8 @@ FAMILIES = frozenset({
 # Smallest standard deviation of N(0, 1) scores: weights that are nearly equal share their rounding.
 _FLATTEST = 0.1
 _FEWEST_COLUMNS = 8
+# Columns whose values differ by less than this many spacings may round alike in all rows.
+_STEADY = 2.0
 TILE = 64  # rows or keys of a tile
 _U = 2.0**-24  # unit roundoff of float32
 # Outputs whose rows share no source of errors.
@@ -54,22 +60,32 @@ def applies(problem: Problem, numerics: Numerics) -> bool:
     and the kernel must round P and dS once or not at all.
     """
     return (
-        problem.dtype in ("fp16", "bf16", "fp32")
+        not unmodelled(problem, numerics)
         and problem.inputs in FAMILIES
         and problem.dout == "normal"
         and "expanded" not in problem.layouts
-        and min(problem.D, problem.Dv) >= _FEWEST_COLUMNS
         and problem.scale * problem.D**0.5 >= _FLATTEST
-        and problem.softcap is None
         and problem.alibi == NO_ALIBI
         and problem.bias == NO_BIAS
         and problem.sinks == NO_SINKS
-        and (numerics.dots == "ieee" or numerics.tf32_conversion != "unknown")
-        and numerics.prescales == "none"
-        and numerics.ds_roundings == 1
-        and numerics.ds_from == "unrounded"
-        and not numerics.rounded_sums
     )
+
+
+def unmodelled(problem: Problem, numerics: Numerics) -> str:
+    """Return why not all roundings of a problem are modelled, whatever its data; or nothing."""
+    if problem.dtype == "fp64":
+        return "the inputs are float64"
+    if min(problem.D, problem.Dv) < _FEWEST_COLUMNS:
+        return f"rows have fewer than {_FEWEST_COLUMNS} columns"
+    if problem.softcap is not None:
+        return "a softcap modifies the scores"
+    if numerics.dots == "tf32" and numerics.tf32_conversion == "unknown":
+        return 'tf32_conversion is "unknown"'
+    if numerics.prescales != "none":
+        return f"prescales is {numerics.prescales!r}"
+    if numerics.ds_roundings != 1:
+        return f"ds_roundings is {numerics.ds_roundings}"
+    return "" if problem.B * problem.M * problem.N else "the call has no pair"
 
 
 def judged_elements(subject: Subject, problem: Problem, outputs: Collection[str]) -> int:
@@ -84,35 +100,51 @@ def judged_elements(subject: Subject, problem: Problem, outputs: Collection[str]
     if not applies(problem, numerics):
         return 0
     names = {"out", "lse"}
-    if "lse" in outputs and _reads_forward(subject, problem, numerics):
+    if "lse" in outputs and not without_gradients(subject, problem, numerics):
         names |= {"dq", "dk", "dv"}
     return sum(problem.elements[name] for name in names & {*outputs})
 
 
-def _reads_forward(subject: Subject, problem: Problem, numerics: Numerics) -> bool:
-    """Return whether the gradients are judged given the forward, all of which is returned."""
-    apart = numerics.group_sum == "dtype" and problem.H > problem.Hk
-    returns = subject.backward and subject.returns_lse is not False
-    return returns and numerics.backward_reads == ("out", "lse") and not apart
+def without_gradients(subject: Subject, problem: Problem, numerics: Numerics) -> str:
+    """Return why gradients are not judged given a forward that returns lse, or nothing."""
+    if not subject.backward:
+        return "there are none"
+    if subject.returns_lse is False:
+        return "lse is not returned"
+    if numerics.backward_reads != ("out", "lse"):
+        return 'backward_reads=("out", "lse") is not declared'
+    if numerics.ds_from != "unrounded":
+        return f"ds_from is {numerics.ds_from!r}"
+    if numerics.rounded_sums:
+        return f"partial sums of {' and '.join(numerics.rounded_sums)} are rounded"
+    if numerics.group_sum == "dtype" and problem.H > problem.Hk:
+        return "heads of a group are rounded before they are added"
+    return ""
 
 
-def spreads_of(trial: AttentionTrial) -> dict[str, Spread]:
+def spreads_of(trial: AttentionTrial, agreement: Agreement | None = None) -> dict[str, Spread]:
     """Return the errors of the outputs that are judged; empty if none is.
 
     The gradients are judged if the backward reads out and lse as they were returned, and the
     forward lies within its bound.
+
+    Args:
+        trial: The run.
+        agreement: Errors that may agree, as the data says; None asks the problem's families.
     """
     problem, got = trial.problem, trial.got
     numerics = trial.subject.numerics_of(problem)
-    if not applies(problem, numerics) or 0 in (problem.B, problem.M, problem.N):
+    judged = not unmodelled(problem, numerics) if agreement else applies(problem, numerics)
+    if not judged or 0 in (problem.B, problem.M, problem.N):
         return {}
     given = None
-    if _reads_forward(trial.subject, problem, numerics):
+    if not without_gradients(trial.subject, problem, numerics):
         given = forward_read(trial)
     of_outputs = (trial.want.out, trial.want.dq, trial.want.dk, trial.want.dv)
     found = spreads(
         *trial.inputs[:5], given=given, weights=Weights(*(_weight(x) for x in of_outputs)),
         mask=problem.mask, sm_scale=problem.scale, in_dtype=problem.dtype, numerics=numerics,
+        copies=None if agreement is None else agreement.copies,
     )  # fmt: skip
     return {name: spread for name, spread in found.items() if getattr(got, name) is not None}
 
@@ -131,12 +163,22 @@ def limits(trial: AttentionTrial) -> list[Finding]:
     return outside(trial, spreads_of(trial))
 
 
-def outside(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
-    """Return the findings of ``limits``, given the spreads of the outputs to judge."""
-    return _elements(trial, spreads) + _sums(trial, spreads)
+def outside(
+    trial: AttentionTrial, spreads: dict[str, Spread], agreement: Agreement | None = None
+) -> list[Finding]:
+    """Return the findings of ``limits``, given the spreads of the outputs to judge.
+
+    Args:
+        trial: The run.
+        spreads: The errors, of ``spreads_of``.
+        agreement: Errors that may agree; None if none do, on data of ``FAMILIES``.
+    """
+    return _elements(trial, spreads, agreement) + _sums(trial, spreads, agreement)
 
 
-def _elements(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
+def _elements(
+    trial: AttentionTrial, spreads: dict[str, Spread], agreement: Agreement | None
+) -> list[Finding]:
     """Check every element."""
     judged = []
     for name, spread in spreads.items():
@@ -146,6 +188,8 @@ def _elements(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding
         else:
             value, limit = stored.between(value, limit)
         got = _got(trial, name)
+        if agreement is not None:
+            limit = limit.masked_fill(~agreement.judges(name, limit.shape[1]), torch.inf)
         if name == "lse":
             got, value, limit = (x.squeeze(3) for x in (got, value, limit))
         judged.append((name, (got, value, limit)))
@@ -177,11 +221,13 @@ def _got(trial: AttentionTrial, name: str) -> torch.Tensor:
     return torch.where(trial.want.lse == -torch.inf, 0.0, got).unsqueeze(3)
 
 
-def _sums(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
+def _sums(
+    trial: AttentionTrial, spreads: dict[str, Spread], agreement: Agreement | None
+) -> list[Finding]:
     """Check the sums; one finding for each output."""
     if not spreads:
         return []
-    numbers, of_outputs = _factors([_unit_sums(trial, *x) for x in spreads.items()])
+    numbers, of_outputs = _factors([_unit_sums(trial, *x, agreement) for x in spreads.items()])
     findings = []
     for name, factors, (bad, samples, squares) in zip(
         spreads, of_outputs, _judged(numbers, of_outputs), strict=True
@@ -191,7 +237,7 @@ def _sums(trial: AttentionTrial, spreads: dict[str, Spread]) -> list[Finding]:
             found = [x for x in of_units if x is not None]
             # The unit that the fault covers exceeds its limit the most.
             findings.append(max(found, key=lambda x: abs(x.got - x.want) / max(x.bound, 1e-300)))
-        elif name in _ALONE:
+        elif name in _ALONE and (agreement is None or agreement.copies.none):
             findings += _mean_square(trial, name, int(samples), squares)
     return findings
 
@@ -220,7 +266,7 @@ def _given(name: str) -> str:
 
 
 def _errors(
-    trial: AttentionTrial, name: str, spread: Spread
+    trial: AttentionTrial, name: str, spread: Spread, agreement: Agreement | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the errors, the variance of the last rounding, and the largest one-sided error."""
     stored, got = _stored(trial, name), _got(trial, name).to(torch.float64)
@@ -232,8 +278,18 @@ def _errors(
     squared = half.square()
     known = squared <= 3 * uniform
     error = got - torch.where(known | spread.peaked, middle, spread.value)
-    last = torch.where(known, squared, uniform).masked_fill_(spread.peaked, 0.0)
-    return error, last, spread.along + half.masked_fill_(~spread.peaked, 0.0)
+    systematic = spread.peaked
+    if agreement is not None and spread.value.shape[2] > FEW:
+        value = spread.value
+        spacing = power_of_two(value.square().mean(2, keepdim=True).sqrt()).mul_(2 * stored.u)
+        systematic = systematic | (value.std(2, keepdim=True) < _STEADY * spacing)
+        half = torch.where(known, half, (3 * uniform).sqrt())
+    last = torch.where(known, squared, uniform).masked_fill_(systematic, 0.0)
+    along = spread.along + half.masked_fill(~systematic, 0.0)
+    if agreement is not None:
+        # Rounding to nearest drifts, because larger values are rarer than smaller ones.
+        along = along + stored.u**2 * (1 + (name == "out")) * spread.value.abs()
+    return error, last, along
 
 
 class _UnitSums(NamedTuple):
@@ -268,22 +324,31 @@ class _Factors(NamedTuple):
         return factor, spread, systematic
 
 
-def _unit_sums(trial: AttentionTrial, name: str, spread: Spread) -> _UnitSums:
+def _unit_sums(
+    trial: AttentionTrial, name: str, spread: Spread, agreement: Agreement | None
+) -> _UnitSums:
     """Return the sums of an output; those of lse have the weight 1."""
     if name == "lse":
         want = (trial.want.lse != -torch.inf).double().unsqueeze(3)
     else:
         want = _weight(getattr(trial.want, name))
-    error, last, along = _errors(trial, name, spread)
+    error, last, along = _errors(trial, name, spread, agreement)
     squares, alone = want.square(), spread.alone + spread.across.square() + last
+    if agreement is not None and name in agreement.columns:
+        alone = alone * agreement.columns[name]
     # (terms, B, heads, rows): sums over the columns, signed for errors in known directions.
     sums = torch.stack([
         (want * error).sum(3), squares.sum(3), spread.of_sums + (squares * alone).sum(3),
         spread.shared.sqrt(), (want.abs() * along).sum(3), *(want * spread.shapes).sum(4),
     ])  # fmt: skip
-    whole = sums.sum((1, 2, 3), keepdim=True)
+    of_many = sums
+    if agreement is not None:
+        sums = sums.masked_fill(~agreement.judges(name, want.shape[1]).squeeze(3), 0.0)
+        of_many = sums.clone()
+        of_many[2] *= spread.copies.squeeze(3)
+    whole = of_many.sum((1, 2, 3), keepdim=True)
     short = -sums.shape[3] % TILE
-    tiles = torch.nn.functional.pad(sums, (0, short)).unflatten(3, (-1, TILE)).sum(4)
+    tiles = torch.nn.functional.pad(of_many, (0, short)).unflatten(3, (-1, TILE)).sum(4)
     units = {"output": whole, "tile": tiles, "row": sums}
     of = torch.cat([x.flatten(1) for x in units.values()], 1)
     of[4] += of[5:].abs().sum(0)

@@ -10,17 +10,11 @@ from fa_verify.properties.checks.claims import Check
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature, is_soft
 from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["declarations_that_fit"]
 
-# The values of numerics that differ from the defaults, those that widen the bound least first.
-_NUMERICS: tuple[dict[str, object], ...] = (
-    {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
-    {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
-    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"}, {"softcap_slope": "difference"},
-    {"atomic": ("dk", "dv"), "partial_sums": "input"},
-)  # fmt: skip
 _CONVENTIONS: tuple[dict[str, object], ...] = (
     {"lse_base": "2"}, {"empty_lse": 0}, {"empty_lse": "+inf"},
 )  # fmt: skip
@@ -60,7 +54,7 @@ def _about(change: dict[str, object]) -> set[str]:
 
 def _declaring(subject: Subject) -> Iterator[tuple[dict[str, object], Subject]]:
     """Yield declarations, and the subject with them, for each that it lacks."""
-    for change in _NUMERICS:
+    for change in NUMERICS_THAT_DIFFER:
         numerics = dataclasses.replace(subject.numerics, **change)  # type: ignore[arg-type]
         if numerics != subject.numerics:
             yield change, dataclasses.replace(subject, numerics=numerics)

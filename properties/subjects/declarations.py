@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_SCALE",
     "NARROWINGS",
     "NUMERICS",
+    "NUMERICS_THAT_DIFFER",
     "SAME_BITS",
     "SCORE_MODS",
     "WORDS",
@@ -44,6 +45,13 @@ SAME_BITS = {
 # Features of calls with a cache: one row of the cache an entry, pages, and new keys.
 CACHES = ("contiguous", "paged", "append")
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
+# The values of numerics that differ from the defaults, those that widen the bound least first.
+NUMERICS_THAT_DIFFER: tuple[dict[str, object], ...] = (
+    {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
+    {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
+    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"}, {"softcap_slope": "difference"},
+    {"atomic": ("dk", "dv"), "partial_sums": "input"},
+)  # fmt: skip
 # Declarations that are a subset of these values.
 _SUBSETS: dict[str, tuple[str, ...]] = {
     "dtypes": DTYPES,

@@ -91,6 +91,7 @@ TESTS: dict[str, str] = {
     "properties/checks/closed_form.py": "test_closed_form",
     "properties/checks/claims.py": "test_guarantees test_claims",
     "properties/checks/identities.py": "test_identities test_softcap test_lse_gradient",
+    "properties/checks/independence.py": "test_attention_close_limits",
     "properties/checks/invariance.py": "test_invariance test_guarantees",
     "properties/checks/limits.py": "test_limits",
     "properties/checks/masking.py": "test_masking test_guarantees test_lse_gradient",

@@ -206,6 +206,10 @@ def test_the_message_ends_with_the_facts_of_the_call():
     assert message(arguments).splitlines()[2:] == [
         "  160 of 160 elements are bad (100 %); m tile 0 of 2 (width 16), crossed by the mask's "
         "edge; bad along all axes",
+        "judged by the bound: all of out, lse, dq, dk, dv; the backward given the forward: nothing "
+        "(backward_reads is not declared); limits of independent roundings: all of out, lse "
+        '(gradients: backward_reads=("out", "lse") is not declared); statistics of errors: nothing '
+        "(rows are short, or the data is not like N(0, 1))",
         "call: B=2 H=4 Hk=2 M=20 N=26 D=16 Dv=8 fp16 on cpu, mask=Mask(causal=True), "
         "sm_scale=0.25; numerics declare p_dtype='fp32', p_normalised=True",
         f"replay: fa-verify explain {next(Path('fa-verify-replays').glob('*.npz'))}",
@@ -308,7 +312,9 @@ def test_inputs_out_of_range_are_refused():
         ({"v": torch.zeros(2, 1, 26, 8).half()}, ValueError,
          r"v has shape \(2, 1, 26, 8\); needs \(2, 2, 26, 8\), \(B, Hk, N, Dv\)"),
         ({"v": torch.zeros(2, 2, 26, 8)}, ValueError,
-         "v has dtype torch.float32; needs torch.float16, that of q"),
+         "dq is given for k of torch.float16 and v of torch.float32; needs them in the dtype.*"),
+        ({"v": torch.zeros(2, 2, 26, 8).bfloat16()}, ValueError,
+         "v has dtype torch.bfloat16; needs torch.float16, that of q"),
         ({"out": torch.zeros(2, 20, 4, 8).half()}, ValueError,
          r"out has shape \(2, 20, 4, 8\); needs \(2, 4, 20, 8\), \(B, H, M, Dv\)"),
         ({"out": torch.zeros(2, 4, 20, 8).double()}, ValueError,

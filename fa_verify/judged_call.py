@@ -207,6 +207,8 @@ def _limits(
         why = limits.without_gradients(trial.subject, trial.problem, numerics)
         why = why or ("lse is not given" if call.got.lse is None else "out or lse is out of bound")
         reasons.append(f"gradients: {why}")
+    if trial.problem.dtype == "fp32":
+        reasons.append("sums of float32 results, whose exponentials may err to one side")
     if reasons:
         left_out[_LIMITS] = "; ".join(reasons)
     return limits.outside(trial, of_outputs, found)

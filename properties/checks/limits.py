@@ -85,6 +85,8 @@ def unmodelled(problem: Problem, numerics: Numerics) -> str:
         return f"prescales is {numerics.prescales!r}"
     if numerics.ds_roundings != 1:
         return f"ds_roundings is {numerics.ds_roundings}"
+    if numerics.ds_from != "unrounded":
+        return f"ds_from is {numerics.ds_from!r}"
     return "" if problem.B * problem.M * problem.N else "the call has no pair"
 
 
@@ -113,8 +115,6 @@ def without_gradients(subject: Subject, problem: Problem, numerics: Numerics) ->
         return "lse is not returned"
     if numerics.backward_reads != ("out", "lse"):
         return 'backward_reads=("out", "lse") is not declared'
-    if numerics.ds_from != "unrounded":
-        return f"ds_from is {numerics.ds_from!r}"
     if numerics.rounded_sums:
         return f"partial sums of {' and '.join(numerics.rounded_sums)} are rounded"
     if numerics.group_sum == "dtype" and problem.H > problem.Hk:
@@ -173,7 +173,12 @@ def outside(
         spreads: The errors, of ``spreads_of``.
         agreement: Errors that may agree; None if none do, on data of ``FAMILIES``.
     """
-    return _elements(trial, spreads, agreement) + _sums(trial, spreads, agreement)
+    found = _elements(trial, spreads, agreement)
+    # In float32, an exponential or a reciprocal that errs to one side is as large as the roundings.
+    # The kernels of these data are unknown, and SDPA's memory-efficient backend has such an error.
+    if agreement is None or trial.problem.dtype != "fp32":
+        found += _sums(trial, spreads, agreement)
+    return found
 
 
 def _elements(

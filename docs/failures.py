@@ -183,6 +183,18 @@ def _closed_form(check: str, fault: str) -> Callable[[], str]:
     return _found(check, fault, problem, subject=test_closed_form.Eager)
 
 
+def _nan(of_memory: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], str]:
+    """The message about out whose first row is computed from an allocation."""
+
+    def message() -> str:
+        subject = Subject.of(test_memory_checks.Reads(of_memory), "attention")
+        trial = run_trial(subject, test_memory_checks.PROBLEM)
+        assert trial is not None
+        return str(next(x for x in claims.full_overwrite(trial) if x.output == "out"))
+
+    return message
+
+
 def _scratch() -> str:
     subject = Subject.of(test_memory_checks.Overruns("scratch", 8), "attention")
     trial = run_trial(subject, test_memory_checks.PROBLEM)
@@ -356,7 +368,9 @@ def _died(problem: Problem | None, times: int = 1) -> str:
         with _TEST, running:
             for _ in range(times):
                 report.longrepr = ""
-                CrashReports.pytest_handlecrashitem(reports, "test_accuracy.py::test_it", report)
+                CrashReports.pytest_handlecrashitem(
+                    reports, "test_accuracy.py::test_it", report, sched=None
+                )
         watchdog.close()
     if times > 1:
         return str(reports._stop)
@@ -644,6 +658,20 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The kernel returns memory that it did not write. Look at the grid and at the masks of "
             "stores.",
             _found("G6", "last row not written", _MANY, "is not written"),
+        ),
+        Kind(
+            "G6: NaN that the kernel writes",
+            "The kernel computes NaN where the right result is none, and a second run with another "
+            "value in its allocations shows that memory is not the cause. Look for inf - inf, 0 "
+            "times inf and 0 / 0.",
+            _nan(lambda memory: memory * math.nan),
+        ),
+        Kind(
+            "G6: a read of unwritten memory",
+            "A result depends on memory that the kernel allocated and did not write. Look at "
+            "scratch that is summed without a first store, and at accumulators that start without "
+            "zeros.",
+            _nan(lambda memory: memory * 2),
         ),
         Kind(
             "G6: a set of gradients",

@@ -93,7 +93,7 @@ class Report:
         ]
         if self.contradiction and not self.findings:
             lines.append(f"an error of the suite: {self.contradiction}, and there is no finding")
-        lines += [f"not verified: it is assumed to take {x} alone" for x in self.assumed]
+        lines += [f"not verified: assumed, and not declared: {x}" for x in self.assumed]
         if not self.judged:
             lines.append("no problem was judged, so nothing is verified")
         return "\n".join(lines)
@@ -126,7 +126,8 @@ def verify(
         problems: The calls to check, each with every guarantee of its kind; or the number of calls
             to draw for each check, dtype and configuration that the subject declares.
         guarantees: The guarantees to check, by key or title, such as "G8", "layout" or "S1". None
-            checks all that are asked of single calls, of every kind that the subject takes.
+            checks all that are asked of single calls, of every kind that the subject takes. G1 is
+            asked besides, on problems of declared values that no draw had.
         device: Device of drawn problems, "cpu" or "cuda".
         max_seqlen: Largest sequence length to draw.
         seed: Seed of the draw. The same seed draws the same problems.

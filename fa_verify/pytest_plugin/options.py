@@ -80,7 +80,8 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "SECONDS",
         "default": DEFAULT_SECONDS,
         "help": "end and report a process that uses more CPU time than this for one problem, 5 "
-        "times as long by the clock, or 10 times as long to compile its kernels (default: 60)",
+        "times as long by the clock, or 10 times as long to compile its kernels (default: 60). "
+        "Such a test runs again first, with 5 times the limits",
     },
     "gpu-memory": {
         "metavar": "GIB",

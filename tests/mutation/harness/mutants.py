@@ -227,7 +227,7 @@ _CHECKS = (
         (
             "a subject that refuses what it computed is excused",
             "raise SubjectError(f",
-            "raise NotImplementedError(f",
+            "raise RefusedError(f",
         ),
     ),
     *faults_of(
@@ -315,8 +315,51 @@ _RUNS = (
         ),
         (
             "a refusal is an error",
-            "        except NotImplementedError:\n            raise\n",
+            "        except NotImplementedError as error:\n"
+            "            raise _refusal(error) from error\n",
             "",
+        ),
+    ),
+    *faults_of(
+        "properties/execution/settings.py",
+        "test_settings",
+        (
+            "a changed setting stays",
+            'from {was} to {now}")\n                restore(was)\n',
+            'from {was} to {now}")\n',
+        ),
+        (
+            "a block that raises keeps its settings",
+            "        yield changed\n    finally:\n",
+            "        yield changed\n    except ArithmeticError:\n        raise\n    else:\n",
+        ),
+        (
+            "the state of a generator is not compared",
+            "if not torch.equal(was, now):",
+            "if not torch.equal(now, now):",
+        ),
+    ),
+    *faults_of(
+        "properties/subjects/refusals.py",
+        "test_search test_trial",
+        (
+            "a call that a machine cannot run is an error",
+            "class CannotRunError(RefusedError):",
+            "class CannotRunError(NotImplementedError):",
+        ),
+    ),
+    *faults_of(
+        "properties/subjects/declared_values.py",
+        "test_declared_values",
+        (
+            "a value that no call had is not named",
+            "if Value(word, value) not in drawn:",
+            "if Value(word, value) in drawn:",
+        ),
+        (
+            "the longest sequence has no example",
+            'if word == "max_seqlen" else _empty(subject, device)',
+            'if word == "" else _empty(subject, device)',
         ),
     ),
     *faults_of(
@@ -423,7 +466,7 @@ _VERDICTS = (
         ),
         (
             "a refused second run hides the first",
-            '            self.refusals[f"in a second run: {refusal}"] += 1\n',
+            '            self._refuse(problem, refusal, f"in a second run: {refusal}")\n',
             "            return []\n",
         ),
     ),

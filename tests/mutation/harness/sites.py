@@ -111,6 +111,7 @@ TESTS: dict[str, str] = {
     "properties/execution/large_memory.py": "test_large_memory",
     "properties/execution/ratios.py": "test_compare test_agreement test_guarantees test_search",
     "properties/execution/replay_line.py": "test_compare test_command",
+    "properties/execution/settings.py": "test_settings",
     "properties/execution/tally.py": "test_tally",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees "
     "test_cache_checks",
@@ -165,10 +166,12 @@ TESTS: dict[str, str] = {
     "properties/search/search.py": "test_search test_batched test_statistics",
     "properties/subjects/attention_kernel.py": "test_attention_kernel",
     "properties/subjects/declarations.py": "test_declarations test_supported",
+    "properties/subjects/declared_values.py": "test_declared_values",
     "properties/subjects/fitting.py": "test_fitting",
     "properties/subjects/loading.py": "test_loading test_custom_masks",
     "properties/subjects/narrowing.py": "test_inference_kernels",
     "properties/subjects/packing.py": "test_inference_kernels",
+    "properties/subjects/refusals.py": "test_search test_trial",
     "properties/subjects/subject.py": "test_subject test_pooled_checks test_assumptions "
     "test_cache_adapters test_cache_checks",
     "properties/subjects/supported.py": "test_supported",

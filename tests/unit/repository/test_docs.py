@@ -37,7 +37,6 @@ PAGES = {path.relative_to(ROOT).as_posix(): path for path in tables.pages()}
 PAGES["CONTRIBUTING.md"] = ROOT / "CONTRIBUTING.md"
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 RUN = (
-    "python -m pytest --list-kernels",
     "python -m pytest tests/unit/oracles/masks/test_mask.py -k dense",
     "python -m tests.mutation --help",
     "python -m tests.mutation equivalents",
@@ -96,7 +95,6 @@ PARSED = {
     "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
     "python -m pytest -n auto --baseline=baselines/local.json": "takes minutes",
     "python -m pytest -n auto --baseline=baselines/local.json --update-baseline": "takes minutes",
-    "python -m pytest -n auto --kernel=path/to/attention.py:attention": "has a placeholder",
     "python -m pytest -n auto --mask=path/to/prefix.py:Prefix": "runs in test_documented_mask.py",
     "python -m pytest -n auto --minutes=600 --example-db=redis://host:6379/0": "takes hours",
     "python -m pytest tests/conformance -n auto --minutes=10": "takes minutes",
@@ -117,6 +115,7 @@ PARSED = {
     "fa-verify explain pytest --kernel=path/to/attention.py:attention "
     """--replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify doctor": OF_THE_COMMAND,
+    "fa-verify list": OF_THE_COMMAND,
     "fa-verify explain fa-verify-replays/attention-5db8d0bd69b9.npz": (
         "tests/unit/fa_verify/test_replay_files.py runs the command"
     ),
@@ -133,7 +132,7 @@ ELSEWHERE = {
 # Commands of formulas that are no symbols.
 COMMANDS = (
     "Big big boxed cdot dots frac infty le leftarrow ln log lvert max min qquad quad rvert "
-    "sqrt sum times to"
+    "sqrt sum tanh tfrac times to"
 )
 # Small enough for the interpreter.
 SIZES = {"1000": "20", "1200": "24", "770": "15", 'device="cuda"': 'device="cpu"'}

@@ -94,7 +94,7 @@ def test_the_command_of_a_wheel_verifies_a_kernel(wheel, tmp_path):
     folder.mkdir()
     (folder / "my.py").write_text(KERNEL)
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    words = ["check", "my.py:attention", "--quick", "--", "-n0", "-k", "000- or 001-"]
+    words = ["check", "my.py:attention", "--quick", "--", "-n0", "-k", "000- or 001-", "-v"]
     # As the script that pip writes.
     script = "import sys; from fa_verify.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(

@@ -15,6 +15,7 @@ from fa_verify.properties.checks import claims, invariance
 from fa_verify.properties.checks.invariance import neighbours, one_change_each
 from fa_verify.properties.execution.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 
@@ -343,7 +344,7 @@ def test_a_subject_without_gradients_has_none_of_a_sum(monkeypatch):
 
 def test_a_refusal_of_what_was_computed_is_no_refusal(monkeypatch):
     def refuse(subject, problem, inputs):
-        raise NotImplementedError("once is enough")
+        raise RefusedError("once is enough")
 
     trial = tried(Eager())
     monkeypatch.setattr(invariance, "run_subject", refuse)

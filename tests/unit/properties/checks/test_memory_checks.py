@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -312,6 +313,19 @@ def test_an_element_that_nobody_writes_is_found_where_it_is():
     assert math.isnan(found[0].got)
 
 
+class Reads(Eager):
+    """The first row of out is computed from an allocation."""
+
+    def __init__(self, of_memory: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.of_memory = of_memory
+
+    def spoil(self, out, lse, live, N, config):
+        memory = torch.empty(out.shape, dtype=out.dtype)
+        first = torch.arange(out.shape[2])[:, None] == 0
+        return torch.where(first, self.of_memory(memory), out), lse
+
+
 @pytest.mark.parametrize(
     ("of_memory", "claim"),
     [
@@ -322,13 +336,7 @@ def test_an_element_that_nobody_writes_is_found_where_it_is():
     ids=["unwritten", "NaN is written", "read"],
 )
 def test_the_reason_of_nan_is_found_by_a_second_value_in_the_allocations(of_memory, claim):
-    class Reads(Eager):
-        def spoil(self, out, lse, live, N, config):
-            memory = torch.empty(out.shape, dtype=out.dtype)
-            first = torch.arange(out.shape[2])[:, None] == 0
-            return torch.where(first, of_memory(memory), out), lse
-
-    trial = run_trial(Subject.of(Reads(), "reads"), PROBLEM)
+    trial = run_trial(Subject.of(Reads(of_memory), "reads"), PROBLEM)
     found = [x for x in claims.full_overwrite(trial) if x.output == "out"]
     assert [(x.claim.partition(":")[0], x.bad) for x in found] == [(claim, 2 * 4 * 3)]
 

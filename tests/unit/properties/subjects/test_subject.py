@@ -355,8 +355,14 @@ def test_declarations_are_listed(word, value, says):
 def test_every_numeric_declaration_is_listed(word):
     default = getattr(Numerics(), word)
     other = {"any": "tile", "none": "q", "input": "fp32", "ieee": "tf32", "unrounded": "rounded"}
-    other["unknown"] = "truncate"
-    other |= {"fp32": "dtype", 0: 8, 1: 2, 16: 64, (): ("out",) if "reads" in word else ("dq",)}
+    other |= {"unknown": "truncate", "difference": "exact"}
+    other |= {
+        "fp32": "input" if word == "partial_sums" else "dtype",
+        0: 8,
+        1: 2,
+        16: 64,
+        (): ("out",) if "reads" in word else ("dq",),
+    }
     value = not default if isinstance(default, bool) else other[default]
     assert subject(**{word: value}).declared() == f"{word}={value!r}"
 

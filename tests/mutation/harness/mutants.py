@@ -322,16 +322,11 @@ _RUNS = (
     ),
     *faults_of(
         "properties/execution/settings.py",
-        "test_settings",
+        "test_search",
         (
             "a changed setting stays",
             'from {was} to {now}")\n                restore(was)\n',
             'from {was} to {now}")\n',
-        ),
-        (
-            "a block that raises keeps its settings",
-            "        yield changed\n    finally:\n",
-            "        yield changed\n    except ArithmeticError:\n        raise\n    else:\n",
         ),
         (
             "the state of a generator is not compared",
@@ -341,7 +336,7 @@ _RUNS = (
     ),
     *faults_of(
         "properties/subjects/refusals.py",
-        "test_search test_trial",
+        "test_search",
         (
             "a call that a machine cannot run is an error",
             "class CannotRunError(RefusedError):",

@@ -111,7 +111,7 @@ TESTS: dict[str, str] = {
     "properties/execution/large_memory.py": "test_large_memory",
     "properties/execution/ratios.py": "test_compare test_agreement test_guarantees test_search",
     "properties/execution/replay_line.py": "test_compare test_command",
-    "properties/execution/settings.py": "test_settings",
+    "properties/execution/settings.py": "test_search",
     "properties/execution/tally.py": "test_tally",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees "
     "test_cache_checks",
@@ -171,7 +171,7 @@ TESTS: dict[str, str] = {
     "properties/subjects/loading.py": "test_loading test_custom_masks",
     "properties/subjects/narrowing.py": "test_inference_kernels",
     "properties/subjects/packing.py": "test_inference_kernels",
-    "properties/subjects/refusals.py": "test_search test_trial",
+    "properties/subjects/refusals.py": "test_search",
     "properties/subjects/subject.py": "test_subject test_pooled_checks test_assumptions "
     "test_cache_adapters test_cache_checks",
     "properties/subjects/supported.py": "test_supported",

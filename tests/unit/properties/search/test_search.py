@@ -169,6 +169,19 @@ def test_a_refusal_without_a_reason_is_counted_as_such():
     assert list(runner.refusals) == ["NotImplementedError without a reason"]
 
 
+def test_a_call_that_the_machine_cannot_run_is_no_refusal_of_the_kernel():
+    class AsksForGpu(Long):
+        def of_many_keys(self, out, lse):
+            raise RuntimeError("Found no NVIDIA driver on your system")
+
+    refusing, asking = runner_of(Refuses()), runner_of(AsksForGpu())
+    for runner in (refusing, asking):
+        assert runner.findings(Problem(N=17, dtype="fp64"), claims.accuracy) == []
+    assert (refusing.limits, len(refusing.tally.mostly_refused())) == ("", 1)
+    assert asking.limits.startswith("cannot run on a CPU: the kernel asks for a GPU")
+    assert asking.tally.mostly_refused() == {}
+
+
 def test_a_declaration_counts_as_a_refusal():
     subject = Eager()
     subject.max_seqlen = 16

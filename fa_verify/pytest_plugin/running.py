@@ -144,7 +144,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if text is not None:
         try:
             config.stash[REPLAY] = call_from_json(text)
-            if not ON_GPU and (too_large := larger_than_the_machine(config.stash[REPLAY])):
+            on_cpu = not ON_GPU or (subject_of(config) and device_of(config) == "cpu")
+            if on_cpu and (too_large := larger_than_the_machine(config.stash[REPLAY])):
                 raise ValueError(too_large)
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None

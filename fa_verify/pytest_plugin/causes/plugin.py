@@ -36,6 +36,7 @@ from fa_verify.session import (
     NOT_ASKED,
     TooFewError,
     assumed_by,
+    in_checkout,
     is_ours,
     is_turn,
     is_whole,
@@ -268,7 +269,8 @@ class Causes:
         quiet = option.verbose <= 0 and option.tbstyle == "auto" and not option.usepdb
         if terminal is not None and quiet and self._all_ours(terminal):
             option.tbstyle = "no"
-            terminal.reportchars = ""
+            # The reasons of skipped tests stand in no other place.
+            terminal.reportchars = "s" * ("s" in terminal.reportchars)
         yield
 
     def _all_ours(self, terminal: Any) -> bool:
@@ -332,10 +334,10 @@ class Causes:
 
 def _is_conformance(config: pytest.Config, report: pytest.TestReport) -> bool:
     """Return whether a report is of a conformance test."""
-    name = report.nodeid.partition("::")[0]
-    if not name:  # pytest names no file that is outside of its root
-        return gives_status(config)
-    return (config.rootpath / name).resolve().is_relative_to(CONFORMANCE)
+    if gives_status(config) and not in_checkout(config):
+        return True  # no other tests are collected, and pytest shortens the names of these
+    path = (config.rootpath / report.nodeid.partition("::")[0]).resolve()
+    return path.is_relative_to(CONFORMANCE)
 
 
 def _of_replay(name: str, messages: Sequence[str], *, full: bool) -> Iterator[str]:

@@ -157,8 +157,9 @@ def test_all_of_pytest_is_printed_with_v(folder):
         assert part in done.stdout
 
 
-def test_explain_fits_a_screen_and_shows_neither_source_nor_probing(folder):
+def test_explain_fits_a_screen_and_shows_neither_source_nor_probing(folder, monkeypatch):
     """The kernel declares nothing, and 14 checks fail."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     problem = '{"version":1,"M":3,"N":90,"mask":{"type":"Mask","causal":true,"seqlens_k":[2]}}'
     done = run(folder, "explain", "--kernel=my.py:nan", problem)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -224,7 +225,8 @@ def test_a_kernel_that_declares_nothing_is_probed_first(folder):
     assert "masks=()" in done.stdout
 
 
-def test_a_kernel_holds_for_what_is_assumed_of_it_and_is_not_verified(folder):
+def test_a_kernel_holds_for_what_is_assumed_of_it_and_is_not_verified(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run(folder, "check", "my.py:always_causal", *ACCURACY)
     assert done.returncode == 4, done.stdout + done.stderr
     said = "my.py:always_causal  NOT VERIFIED  holds for always causal, fp32 alone, M <= N,"
@@ -257,7 +259,7 @@ def test_a_kernel_that_ends_the_probe_is_left_to_the_checks(folder, name, second
     said = f"my.py:{name} ended the probe, so nothing is assumed: {how}"
     assert said in done.stdout, done.stdout + done.stderr
     assert '"N":' in done.stdout.partition(said)[2].splitlines()[0]
-    assert "\ntest_quick.py: " in done.stdout
+    assert "test_quick.py::" in done.stdout
 
 
 # Every process gets a version of Triton whose interpreter cannot be repaired.
@@ -286,7 +288,7 @@ def test_a_quick_run_judges_the_chosen_problems_and_finds_a_fault(folder):
     first = ("--", "-n0", "-k", "test_a_problem_that_kills_faults_holds and (0- or 1- or 2-)")
     done = run(folder, "check", "my.py:attention", "--quick", *first)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b3 passed", done.stdout)
+    assert re.search(r"\b\d+ passed", done.stdout)
     done = run(folder, "check", "my.py:broken", "--quick", *first)
     assert done.returncode == 1, done.stdout + done.stderr
     # On the plainest problem, not on the one that was chosen.

@@ -1,10 +1,11 @@
 """Runs the first steps of a new user, and writes what they print for the page "A first run".
 
-python -m docs.transcript [--triton] [--here] [--wheel FILE] [--only NAMES] [--out FOLDER]
+python -m docs.transcript [--here] [--wheel FILE] [--only NAMES] [--out FOLDER]
 
-A wheel of this checkout is installed into an empty virtual environment, in an empty folder with the
-kernels of docs/first_run. ``--triton`` installs Triton beside it. ``--here`` uses the packages of
-this interpreter instead, for a machine without the network, and ``--wheel`` a wheel made elsewhere.
+A wheel of this checkout and Triton are installed into an empty virtual environment, in an empty
+folder with the kernel of docs/first_run. ``--here`` uses the packages of this interpreter instead,
+for a machine without the network, and ``--wheel`` a wheel made elsewhere. The faults of the kernel
+are fixed between the commands.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,17 +24,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "docs" / "first_run"
-# File of the output: the command.
-STEPS: Mapping[str, str] = {
-    "doctor": "fa-verify doctor",
-    "quick": "fa-verify check right.py:attention --quick",
-    "wrong": "fa-verify check wrong.py:attention --report=report",
-    "hangs": "fa-verify check hangs.py:attention --quick -- --fa-problem-timeout=5",
-    "crashes": "fa-verify check crashes.py:attention --quick",
-    "model": "pytest -q test_model.py",
+CHECK = "fa-verify check kernel.py:attention --quick"
+EXPLAIN = "fa-verify explain --kernel=kernel.py:attention"
+# By the file of the output: the command, and the file of the fix that precedes it.
+STEPS: Mapping[str, tuple[str, str | None]] = {
+    "check-1": (CHECK, None),
+    "explain-1": (EXPLAIN + """ '{"version":1,"dtype":"fp16"}'""", None),
+    "check-2": (CHECK, "fix-1.diff"),
+    "check-3": (CHECK, "fix-2.diff"),
+    "explain-3": (EXPLAIN + """ '{"version":1,"M":71,"N":132,"dtype":"fp16"}'""", None),
+    "check-4": (CHECK, "fix-3.diff"),
 }
-# With Triton or on a GPU.
-TRITON = {"forward": "fa-verify check forward.py:attention --quick"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,25 +44,23 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--triton", action="store_true", help="install Triton, and run its kernel")
     parser.add_argument("--here", action="store_true", help="use the packages of this interpreter")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="install it, and make none")
     parser.add_argument("--out", default=KERNELS / "output", type=Path, metavar="FOLDER")
-    parser.add_argument("--only", default=",".join((*STEPS, *TRITON)), metavar="NAMES")
+    parser.add_argument("--only", default=",".join(STEPS), metavar="NAMES")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fa-verify-first-run-") as name:
-        place = Path(name)
+    with tempfile.TemporaryDirectory(prefix="fa-verify-first-run-") as temporary:
+        place = Path(temporary)
         folder = place / "kernels"
         shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("output", "__pycache__"))
         environment = _installed(place, options)
-        steps = {**STEPS, **(TRITON if options.triton else {})}
-        for step in options.only.split(","):
-            if step in steps:
-                text = "\n".join(_said(steps[step], folder, environment))
-                (options.out / f"{step}.txt").write_text(text + "\n", encoding="utf-8")
-        if (report := folder / "report" / "report.html").is_file():
-            shutil.copy(report, options.out)
+        for name, (command, fix) in STEPS.items():
+            if fix is not None:
+                subprocess.run(["git", "apply", fix], cwd=folder, check=True)
+            if name in options.only.split(","):
+                text = "\n".join(_said(command, folder, environment))
+                (options.out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
 
 
 def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
@@ -79,8 +79,7 @@ def _installed(place: Path, options: argparse.Namespace) -> dict[str, str]:
     subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
     pip = [place / "venv/bin/python", "-m", "pip", "-q"]
     command = [*pip, "install", "-c", ROOT / "constraints" / "cpu.txt"]
-    extra = "[triton]" if options.triton else ""
-    subprocess.run([*command, f"{wheel}{extra}"], check=True)
+    subprocess.run([*command, f"{wheel}[triton]"], check=True)
     return _with_path(kept, [place / "venv/bin"])
 
 
@@ -108,7 +107,7 @@ def _said(command: str, folder: Path, environment: Mapping[str, str]) -> Iterato
     """Run a command; yield it, its output without paths of this machine, status and seconds."""
     began = time.monotonic()
     done = subprocess.run(
-        command.split(), cwd=folder, env=environment, stdout=subprocess.PIPE,
+        shlex.split(command), cwd=folder, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     seconds = time.monotonic() - began

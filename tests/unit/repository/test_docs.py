@@ -14,6 +14,7 @@ import linecache
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,7 +25,7 @@ from pathlib import Path
 import pytest
 
 import fa_verify
-from docs import tables
+from docs import tables, transcript
 from fa_verify import attention_kernel
 from fa_verify.__main__ import parsed
 from fa_verify.oracles.guarantee import GUARANTEES
@@ -210,7 +211,9 @@ def test_no_table_is_stale(name):
     assert tables.rewritten(TEXTS[name]) == TEXTS[name], "python -m docs.tables --write"
 
 
-@pytest.mark.parametrize(("name", "lines"), [("README.md", 200), ("CONTRIBUTING.md", 90)])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("README.md", 200), ("CONTRIBUTING.md", 90), ("docs/first-run.md", 81)]
+)
 def test_the_first_pages_are_short(name, lines):
     assert TEXTS[name].count("\n") < lines
 
@@ -305,6 +308,31 @@ def test_the_first_example_prints_what_the_page_shows():
     # A CPU's own attention rounds as its instructions do.
     numbers = re.compile(r"0\.\d+")
     _shown(numbers.sub("0.", text[1]), numbers.sub("0.", _run(declared, {})))
+
+
+def test_the_first_run_shows_the_outputs_of_its_steps():
+    _, *shown = re.split(
+        r"^(?=\$ )", "".join(blocks("docs/first-run.md", "text")), flags=re.MULTILINE
+    )
+    for text, (name, (command, _)) in zip(shown, transcript.STEPS.items(), strict=True):
+        output = (transcript.KERNELS / "output" / f"{name}.txt").read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
+        assert lines[0] == f"$ {command}\n"
+        # A line "..." stands for any number of lines.
+        pattern = "".join(r"(?:.*\n)*" if x == "...\n" else re.escape(x) for x in lines)
+        assert re.fullmatch(pattern, output), name
+        parsed(shlex.split(command)[1:])
+
+
+def test_the_first_run_shows_the_fixes_of_its_kernel(tmp_path):
+    shutil.copy(transcript.KERNELS / "kernel.py", tmp_path)
+    fixes = [fix for _, fix in transcript.STEPS.values() if fix is not None]
+    shown = blocks("docs/first-run.md", "diff")
+    for text, fix in zip(shown, fixes, strict=True):
+        lines = (transcript.KERNELS / fix).read_text(encoding="utf-8").splitlines()
+        changed = [x for x in lines if re.match(r"[-+](?![-+]{2} )", x)]
+        assert text.splitlines() == changed
+        subprocess.run(["git", "apply", transcript.KERNELS / fix], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ def _verify(
         if guarantee not in (EXCEPTION, FORM, INPUTS)
         and not any(claim.guarantee is guarantee for claim in claims)
     }
+    found: Iterator[Finding]
     if isinstance(problems, int):
         found = itertools.chain(
             _drawn(runner, claims, problems, device, max_seqlen, seed, unchecked),

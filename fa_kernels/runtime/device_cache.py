@@ -20,6 +20,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from fa_kernels.runtime.versions import versions_of
+
 __all__ = ["cached_on_device", "forget", "is_capturing", "keep_for_graphs"]
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
@@ -53,6 +55,8 @@ def forget(cache: dict[Hashable, Any]) -> None:
 def cached_on_device(most: int) -> Callable[[_Made], _Made]:
     """Decorates a function of hashable arguments that returns tensors or tuples of them.
 
+    Arguments that are masks, with a method ``native``, count by the versions of their tensors too.
+
     Args:
         most: Results to keep; a full cache is emptied.
 
@@ -64,7 +68,9 @@ def cached_on_device(most: int) -> Callable[[_Made], _Made]:
         cache: dict[Hashable, Any] = {}
 
         @wraps(make)
-        def cached(*key: Hashable) -> Any:
+        def cached(*arguments: Hashable) -> Any:
+            versions = tuple(versions_of(x) for x in arguments if hasattr(x, "native"))
+            key = arguments, versions
             value = cache.get(key, _MISSING)
             if value is not _MISSING:
                 if is_capturing():
@@ -75,7 +81,7 @@ def cached_on_device(most: int) -> Callable[[_Made], _Made]:
                     "flash_attention is captured in a CUDA graph with lengths or a mask that are "
                     "not on the device; needs a call with the same arguments before the capture"
                 )
-            value = make(*key)
+            value = make(*arguments)
             for device in {x.device for x in _tensors(value) if x.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
                 _devices.add(device)

@@ -20,7 +20,6 @@ from fa_kernels.runtime import allocation
 from fa_kernels.runtime.device import on_device
 from fa_kernels.runtime.device_cache import cached_on_device
 from fa_kernels.runtime.launch_cache import cdiv, run
-from fa_kernels.runtime.versions import versions_of
 
 __all__ = [
     "VISIBLE",
@@ -74,17 +73,11 @@ VISIBLE = Predicate(everywhere, (0,))
 _CHUNK = 64
 
 
+@cached_on_device(most=64)
 def predicate_of(
     mask: Any, B: int, H: int, M: int, N: int, device: torch.device
 ) -> Predicate | None:
     """Returns a mask's predicate; None if lengths and window describe the mask."""
-    return _predicate_of(mask, versions_of(mask), B, H, M, N, device)
-
-
-@cached_on_device(most=64)
-def _predicate_of(
-    mask: Any, versions: tuple[int, ...], B: int, H: int, M: int, N: int, device: torch.device
-) -> Predicate | None:
     # A cached tensor outlives the call, so it must not be an inference tensor.
     with torch.inference_mode(False):
         native = mask.native(B, H, M, N, device)
@@ -107,6 +100,7 @@ def _widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(widened)
 
 
+@cached_on_device(most=64)
 def block_maps(
     mask: Any,
     B: int,
@@ -134,22 +128,6 @@ def block_maps(
     Raises:
         NotImplementedError: There are too many tiles to classify.
     """
-    return _block_maps(mask, versions_of(mask), B, H, Hk, M, N, window, lengths, config)
-
-
-@cached_on_device(most=64)
-def _block_maps(
-    mask: Any,
-    versions: tuple[int, ...],
-    B: int,
-    H: int,
-    Hk: int,
-    M: int,
-    N: int,
-    window: tuple[int, int],
-    lengths: tuple[torch.Tensor, torch.Tensor],
-    config: Config,
-) -> BlockMaps:
     seqlens_q, seqlens_k = lengths
     device = seqlens_q.device
     predicate = predicate_of(mask, B, H, M, N, device)

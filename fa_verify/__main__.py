@@ -22,12 +22,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fa_verify.conformance_process import Status, run
+
 __all__ = ["main", "parsed"]
 
 # In a checkout this is a link to tests/conformance.
 _TESTS = (Path(__file__).parent / "conformance").resolve()
 _PLUGIN = "fa_verify.pytest_plugin.running"
-_HOLDS, _FOUND, _USAGE = 0, 1, 2
 # Packages that ``doctor`` lists, and their use.
 _PACKAGES = {
     "torch": "computes the exact results and the bounds",
@@ -54,19 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fa_verify.registry import kernel_table
 
         print("\n".join(kernel_table()))
-        return _HOLDS
+        return Status.HOLDS
     if options.command == "doctor":
         print("\n".join(_doctor()))
-        return _HOLDS
+        return Status.HOLDS
     if options.command == "explain" and options.file is not None:
         return _explain(options.file, options.mask)
     if options.command == "probe":
-        from fa_verify.probing.command import run
+        from fa_verify.probing.command import run as probe
 
-        return run(options)
+        return probe(options)
     if why_not := _without_tests():
         print(f"fa-verify {options.command} {why_not}", file=sys.stderr)
-        return _USAGE
+        return Status.USAGE
     assumed = []
     # The replay line of ``explain`` carries what was assumed.
     if options.command == "check":
@@ -91,7 +92,7 @@ def _assumed(kernel: str | None, of_pytest: Sequence[str], *, bits: bool) -> lis
             *(x.replace("--fa-", "--") for x in of_pytest if x.startswith("--fa-problem-timeout=")),
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode not in (_HOLDS, _USAGE):
+        if done.returncode not in (Status.HOLDS, Status.USAGE):
             from fa_verify.properties.execution.watchdog import Record
 
             last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
@@ -281,18 +282,16 @@ def _explain(file: str, mask: str | None) -> int:
         assert_attention_close(**read(file), replay_folder=None)
     except AssertionError as found:
         print(found)
-        return _FOUND
+        return Status.FAILED
     except (TypeError, ValueError) as error:
         print(f"fa-verify explain: {error}", file=sys.stderr)
-        return _USAGE
+        return Status.USAGE
     print("every result lies within its bound")
-    return _HOLDS
+    return Status.HOLDS
 
 
 def _run(of_pytest: Sequence[str], kernel: str) -> int:
     """Run the conformance tests, and return the exit status of the command."""
-    from fa_verify.conformance_process import run
-
     arguments = [
         str(_TESTS), f"--rootdir={_TESTS}", f"--confcutdir={_TESTS}", f"--config-file={os.devnull}",
         # Assertions of the suite need no rewriting, which takes longer than many a check.

@@ -18,6 +18,7 @@ from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before 
 
 import torch
 
+from fa_verify.conformance_process import Status
 from fa_verify.probing.answers import lines
 from fa_verify.probing.domain import DEFECT
 from fa_verify.probing.experiments import Experiment, observe
@@ -38,7 +39,6 @@ VERSION = 1
 _MOST_NUMBERS = 6
 # Topics that take a few seconds.
 _CHEAP = ("domain", "conventions", "numerics")
-_HOLDS, _FOUND, _USAGE = 0, 1, 2
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         subject, device = subject_and_device(options.kernel)
     except ValueError as error:
         print(f"fa-verify probe: {error}", file=sys.stderr)
-        return _USAGE
+        return Status.USAGE
     with tempfile.TemporaryDirectory() as folder:
         record = options.record or Path(folder) / "record.json"
         watchdog = Watchdog(record, options.problem_timeout, kernel=options.kernel)
@@ -79,7 +79,7 @@ def _probe(options: argparse.Namespace, subject: Subject, device: str) -> int:
         for one in probed.sums:
             name = f"{one.output}-along-{one.axis}-{one.dtype}.svg"
             (folder / name).write_text(svg(one) + "\n", encoding="utf-8")
-    return _FOUND if wrong else _HOLDS
+    return Status.FAILED if wrong else Status.HOLDS
 
 
 def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
@@ -88,7 +88,7 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     Nothing is written for a kernel that declares anything.
     """
     if declares(subject):
-        return _tell_bits(subject, device) if bits else _HOLDS
+        return _tell_bits(subject, device) if bits else Status.HOLDS
     print(f"{subject.name} declares nothing: probing it", flush=True)
     began = time.monotonic()
     probed = probe(subject, device, _progress(sys.stdout), topics=_CHEAP)
@@ -97,7 +97,7 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     if raises := [answer for answer in probed.answers if answer.word == RAISES]:
         print(f"nothing is assumed after {seconds:.0f} s of probing:")
         print("\n".join(lines(raises)))
-        return _HOLDS
+        return Status.HOLDS
     if defects := [answer for answer in probed.answers if answer.word == DEFECT]:
         print("\n".join(lines(defects)))
     what = "assume" if assumed else "assume nothing"
@@ -106,18 +106,18 @@ def _assume(subject: Subject, device: str, file: Path, *, bits: bool) -> int:
     if left := narrowings(assumed):
         print(f"the run can hold for {', '.join(left)}, which is NOT VERIFIED until it is declared")
     file.write_text(json.dumps(assumed), encoding="utf-8")
-    return _tell_bits(subject.assuming(assumed), device) if bits else _HOLDS
+    return _tell_bits(subject.assuming(assumed), device) if bits else Status.HOLDS
 
 
 def _tell_bits(subject: Subject, device: str) -> int:
     """Print which parts of a problem have the same bits, unless the kernel declares them all."""
     if {*(OTHER_CALLS if subject.reads_caches_alone else SAME_BITS)} <= {*subject.same_bits}:
-        return _HOLDS
+        return Status.HOLDS
     print("the same bits in parts of a problem, which are not declared, so no check asks for them:")
     known = ("", *(f"_{word}" for word in subject.same_bits))
     of_word = same_bits_of(subject, device)
     print("\n".join(lines(x for x in of_word if x.word.removeprefix("same_bits") not in known)))
-    return _HOLDS
+    return Status.HOLDS
 
 
 def _replay(subject: Subject, line: str) -> int:
@@ -126,16 +126,16 @@ def _replay(subject: Subject, line: str) -> int:
         which = Experiment.from_json(line)
     except ValueError as error:
         print(f"fa-verify probe: --replay: {error}", file=sys.stderr)
-        return _USAGE
+        return Status.USAGE
     seen = observe(stripped(subject), which)
     if seen.got is None:
         print(seen.error)
-        return _HOLDS
+        return Status.HOLDS
     print(f"got {_numbers(seen.got)}")
     fits = seen.fits()
     for name, want in seen.expected.items():
         print(f"{'fits' if name in fits else 'no  '} {_numbers(want)} if {name}")
-    return _HOLDS
+    return Status.HOLDS
 
 
 def _numbers(x: torch.Tensor) -> str:

@@ -120,26 +120,48 @@ def subject_of(config: pytest.Config) -> Subject:
             )
         given = config.getoption("--fa-kernel", None)
         try:
-            with warnings.catch_warnings():
-                if not is_ours(config):
-                    # A warning is not a wrong result, whatever filters the user's tests have.
-                    warnings.simplefilter("default")
-                subject = load(OURS if given is None else spec_of(given))
+            subject = subject_from(
+                None if is_ours(config) else given,
+                config.getoption("--fa-assume", None),
+                forward_only=config.getoption("--fa-forward-only", False),
+            )
         except ValueError as error:
-            raise pytest.UsageError(f"--fa-kernel: {error}") from None
-        if (assumed := config.getoption("--fa-assume", None)) is not None:
-            try:
-                subject = subject.assuming(json.loads(assumed))
-            except (ValueError, RecursionError) as error:
-                raise pytest.UsageError(f"--fa-assume: {error}") from None
-        if not is_ours(config):
-            name = given if given in NAMED else subject.name
-            subject = dataclasses.replace(subject, name=name, source=given)
-        if config.getoption("--fa-forward-only", False):
-            subject = dataclasses.replace(subject, backward=False)
+            raise pytest.UsageError(str(error)) from None
         config.stash[_SUBJECT] = subject
         device_of(config)
     return config.stash[_SUBJECT]
+
+
+def subject_from(
+    kernel: str | None, assumed: str | None = None, *, forward_only: bool = False
+) -> Subject:
+    """Return the subject that options name.
+
+    Args:
+        kernel: Value of --fa-kernel; None for the project's own kernels.
+        assumed: Value of --fa-assume.
+        forward_only: Whether the backward is left out.
+
+    Raises:
+        ValueError: The subject cannot be loaded, or its declarations are invalid.
+    """
+    try:
+        with warnings.catch_warnings():
+            if kernel is not None:
+                # A warning is not a wrong result, whatever filters the user's tests have.
+                warnings.simplefilter("default")
+            subject = load(OURS if kernel is None else spec_of(kernel))
+    except ValueError as error:
+        raise ValueError(f"--fa-kernel: {error}") from None
+    if assumed is not None:
+        try:
+            subject = subject.assuming(json.loads(assumed))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"--fa-assume: {error}") from None
+    if kernel is not None:
+        name = kernel if kernel in NAMED else subject.name
+        subject = dataclasses.replace(subject, name=name, source=kernel)
+    return dataclasses.replace(subject, backward=False) if forward_only else subject
 
 
 def assumed_by(config: pytest.Config) -> tuple[str, ...]:

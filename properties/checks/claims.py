@@ -605,4 +605,6 @@ def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
                 findings += [raised] * (raised not in findings)
         return findings
 
+    # The search for a cause looks for the one that fails.
+    every.checks = checks  # type: ignore[attr-defined]
     return every

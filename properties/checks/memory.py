@@ -18,7 +18,12 @@ from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
 from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
 from fa_verify.properties.execution.large_memory import large_memory, spare_memory
-from fa_verify.properties.execution.trial import AttentionTrial, run_gradients, run_subject
+from fa_verify.properties.execution.trial import (
+    AttentionTrial,
+    SubjectError,
+    run_gradients,
+    run_subject,
+)
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.refusals import ExcludedCallError
 
@@ -189,12 +194,31 @@ def far_offsets(trial: AttentionTrial) -> list[Finding]:
         arena[FAR + place.start :].as_strided(x.shape, place.strides).copy_(x)
         for x, place in zip(trial.inputs.tensors, places, strict=True)
     ]
-    inputs = trial.inputs._replace(**dict(zip(TENSORS, moved, strict=True)))
-    again = run_subject(trial.subject, problem, inputs)
-    del inputs, arena, moved
-    if problem.device == "cuda":
-        torch.cuda.empty_cache()
-    return agree(trial, again, G12, "is wrong where offsets pass 2**31 elements")
+    far = dict(zip(TENSORS, moved, strict=True))
+    try:
+        findings = _with_far(trial, far)
+        if findings:
+            # Which of the tensors it is.
+            alone = (_with_far(trial, {name: x}) for name, x in far.items())
+            findings = next(filter(None, alone), findings)
+    finally:
+        del far, arena, moved
+        if problem.device == "cuda":
+            torch.cuda.empty_cache()
+    return findings
+
+
+def _with_far(trial: AttentionTrial, far: dict[str, torch.Tensor]) -> list[Finding]:
+    """Return the findings of a run with some tensors that are far apart in memory."""
+    named = ", ".join(f"{name} of strides {x.stride()}" for name, x in far.items())
+    claim = f"is wrong where offsets pass 2**31 elements, in {named}"
+    try:
+        again = run_subject(trial.subject, trial.problem, trial.inputs._replace(**far))
+    except SubjectError as error:
+        found = Finding.of_exception(error, trial.subject, trial.problem)
+        raised = f"{found.raised}\nwhere offsets pass 2**31 elements, in {named}"
+        return [dataclasses.replace(found, raised=raised)]
+    return agree(trial, again, G12, claim)
 
 
 class _Place(NamedTuple):

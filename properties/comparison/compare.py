@@ -222,6 +222,7 @@ class Violation(AssertionError):  # noqa: N818  # a failed check, not an error o
     Attributes:
         causes: The numbers of the causes that explain the findings.
         beyond: Number of problems that were judged beyond these causes.
+        searched: Seconds that the search for the causes took.
     """
 
     def __init__(
@@ -236,6 +237,7 @@ class Violation(AssertionError):  # noqa: N818  # a failed check, not an error o
         self.again = again
         self.causes: list[int] = []
         self.beyond = 0
+        self.searched = 0.0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +25,9 @@ __all__ = ["EDGES", "Tally", "ratio_text"]
 
 # Edges of the bins of error/bound, four per decade. Everything below the first edge is one bin.
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
+
+# Judged calls that a process remembers, to see on which of them a later one depends.
+_REMEMBERED = 4096
 
 
 def ratio_text(value: float) -> str:
@@ -70,6 +73,8 @@ class Tally:
         # Key of a guarantee to the numbers of calls that were judged for it and that were refused,
         # though no declaration excludes them; "" for calls that several guarantees are asked of.
         self.asked: dict[str, tuple[int, int]] = {}
+        # The last judged calls of this process in their order, and whether each passed.
+        self.history: deque[tuple[Call, bool]] = deque(maxlen=_REMEMBERED)
 
     @property
     def attends(self) -> bool:

@@ -6,6 +6,7 @@ the features of a cause. Names read as phrases, unless ``_PHRASES`` has other wo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -19,11 +20,9 @@ FIELDS = {
     "dlse": "a gradient of lse", "dirty": "padding that holds {}", "inputs": "inputs={}",
     "dout": "dout={}", "sm_scale": "a scale that is not D**-0.5",
 }  # fmt: skip
-# Features at which an error first shows, beside thresholds of sizes.
-_SOFT = frozenset(
-    ("inputs", "dout", "sm_scale", "config", "several entries", "several heads", "lse family",
-     "out family")
-)  # fmt: skip
+# Features at which an error first shows, beside those of sizes.
+_SOFT = frozenset(("inputs", "dout", "sm_scale", "config", "lse family", "out family"))
+_OF_SIZES = re.compile(r" (above|up to|is \d+|is no multiple of \d+)$")
 
 
 class Feature(NamedTuple):
@@ -50,15 +49,23 @@ def is_soft(feature: Feature) -> bool:
 
     A threshold of a size, or a family of inputs, is the one at which the error first shows.
     """
-    name = feature.name
-    return name.endswith((" above", " is 1")) or " is no multiple of " in name or name in _SOFT
+    return bool(_OF_SIZES.search(feature.name)) or feature.name in _SOFT
 
 
 def present(feature: Feature, call: _Call, features: Callable[[_Call], list[Feature]]) -> bool:
     """Return whether a call has a feature, by the list of its features.
 
-    It has the name, a value above the threshold, and one of the dtypes or configurations.
+    It has the name, a value above the threshold, and one of the dtypes or configurations. A size is
+    one more than the threshold that the call itself has, and 1 without one.
     """
+    size, _, exactly = feature.name.partition(" is ")
+    if feature.name.endswith(" up to") or (exactly.isdigit() and exactly != "1"):
+        size = size.removesuffix(" up to")
+        above = next((x.value for x in features(call) if x.name == f"{size} above"), 0)
+        assert isinstance(above, int)
+        most = int(exactly) if exactly else feature.value
+        assert isinstance(most, int)
+        return above + 1 == most if exactly else above + 1 <= most
     for own in features(call):
         if own.is_of(feature):
             if isinstance(own.value, int) and isinstance(feature.value, int):
@@ -85,10 +92,12 @@ def phrase(feature: Feature) -> str:
         return f"{name.split()[0]}={', '.join(value if isinstance(value, tuple) else ('?',))}"
     if name.endswith(" above"):
         return f"{name.removesuffix(' above')} > {value}"
-    if name.endswith(" is 1"):
-        return name.replace(" is ", " = ")
+    if name.endswith(" up to"):
+        return f"{name.removesuffix(' up to')} <= {value}"
     if " is no multiple " in name:
         return name.replace(" is no ", " not a ")
+    if _OF_SIZES.search(name):
+        return name.replace(" is ", " = ")
     if name.startswith("layout of "):
         return f"{name.split()[2]} not contiguous"
     return _PHRASES.get(name, name)
@@ -106,6 +115,4 @@ _PHRASES = {
     "causal": "a causal mask",
     "D != Dv": "Dv other than D",
     "several problems": "several problems in a batch",
-    "several entries": "B > 1",
-    "several heads": "H > 1",
 }

@@ -15,9 +15,12 @@ from fa_verify.properties.kinds.feature import FIELDS, Feature
 __all__ = ["features_of", "holds", "without"]
 
 _DEFAULT = Problem()
-_SIZES = ("M", "N", "D", "Dv")
-# Sizes that kernels pad to, or that they take for granted.
-_MULTIPLES = {"M": (16, 32, 64, 128), "N": (16, 32, 64, 128), "D": (16,), "Dv": (16,)}
+# Sizes that kernels pad to, or that they take for granted. G is the number of query heads that
+# share a key head.
+_MULTIPLES: dict[str, tuple[int, ...]] = {
+    "M or N": (16, 32, 64, 128), "M": (16, 32, 64, 128), "N": (16, 32, 64, 128),
+    "D": (16, 32, 64), "Dv": (16, 32, 64), "B": (), "G": (), "H": (),
+}  # fmt: skip
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25
 
@@ -35,11 +38,13 @@ def features_of(problem: Problem) -> list[Feature]:
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
     found += [Feature(name, (str(getattr(problem, name)),)) for name in FIELDS]
     found += [Feature(f"layout of {name}") for name in TENSORS]
-    found += [Feature("several problems"), Feature("several entries"), Feature("several heads")]
-    for size in _SIZES:
-        found += [Feature(f"{size} above", getattr(problem, size) - 1)]
-        found += [Feature(f"{size} is no multiple of {x}") for x in _MULTIPLES[size]]
-        found += [Feature(f"{size} is 1")]
+    found += [Feature("several problems")]
+    for size, multiples in _MULTIPLES.items():
+        found += [Feature(f"{size} is no multiple of {x}") for x in multiples]
+        if size in ("M", "N", "D", "Dv"):
+            found += [Feature(f"{size} is 1")]
+        if hasattr(problem, size):
+            found += [Feature(f"{size} above", getattr(problem, size) - 1)]
     return [x for x in found if holds(x, problem)]
 
 
@@ -54,12 +59,15 @@ def holds(feature: Feature, problem: Problem) -> bool:
         return bool(getattr(problem, name) != getattr(_DEFAULT, name))
     if name.startswith("layout of "):
         return problem.layouts[TENSORS.index(name.split()[2])] != LAYOUTS[0]
+    if " is no multiple of " in name:
+        size, _, multiple = name.partition(" is no multiple of ")
+        return any(getattr(problem, x) % int(multiple) for x in size.split(" or "))
     size, _, kind = name.partition(" ")
     number = getattr(problem, size)
-    if kind == "above":
+    if kind in ("above", "up to"):
         assert isinstance(value, int)
-        return bool(number > value >= 1)
-    return bool(number == 1 if kind == "is 1" else number % int(kind.split()[-1]))
+        return bool(number > value >= 1 if kind == "above" else number <= value)
+    return bool(number == int(kind.split()[-1]))
 
 
 def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:
@@ -112,8 +120,6 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "M < N": lambda x: x.M < x.N,
     "D != Dv": lambda x: x.D != x.Dv,
     "several problems": lambda x: bool(x.seeds),
-    "several entries": lambda x: x.B > 1,
-    "several heads": lambda x: x.H > 1,
 }
 
 
@@ -162,10 +168,6 @@ def _changes(
         yield {"layouts": (*layouts[:place], LAYOUTS[0], *layouts[place + 1 :])}
     elif name == "several problems":
         yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
-    elif name == "several entries":
-        yield from ({"B": 1, "mask": mask.sliced((b,))} for b in range(min(problem.B, 2)))
-    elif name == "several heads":
-        yield {"H": 1, "Hk": 1}
     else:
         yield from _resized(feature, problem)
 
@@ -183,18 +185,33 @@ def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
 
 def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield changes of a size, with its padding dropped where the lengths do not fit."""
-    size, _, kind = feature.name.partition(" ")
-    number = getattr(problem, size)
-    assert isinstance(feature.value, int | None)
-    if kind in ("above", "is 1"):
-        wanted = feature.value if kind == "above" else 2
+    size, _, kind = feature.name.partition(" is no multiple of ")
+    if kind:
+        names = size.split(" or ")
+        wanted = [{x: -(-getattr(problem, x) // int(kind)) * int(kind) for x in names}]
     else:
-        multiple = int(kind.split()[-1])
-        wanted = -(-number // multiple) * multiple
-    both = ({size: wanted}, dict.fromkeys(("D", "Dv") if size[0] == "D" else ("M", "N"), wanted))
-    for change in both:
-        yield change
-        yield {**change, "mask": _unpadded(problem.mask)}
+        size, _, kind = feature.name.partition(" ")
+        assert isinstance(feature.value, int | None)
+        number = feature.value if kind == "above" else (feature.value or getattr(problem, size)) + 1
+        assert number is not None
+        wanted = [{size: number}]
+        if size in ("D", "Dv") and kind == "above":
+            # A kernel may declare its head dims.
+            wanted += [{size: x} for x in range(number - number % 8, 0, -8) if x < number]
+    if size == "B":
+        count = wanted[0]["B"]
+        yield {"B": count, "mask": problem.mask.sliced(tuple(range(count)))}
+        yield {"B": count, "mask": problem.mask.sliced(tuple(range(problem.B))[-count:])}
+    elif size == "H":
+        heads = wanted[0]["H"]
+        yield from ({"H": heads, "Hk": x} for x in (heads, problem.Hk, 1) if heads % x == 0)
+    elif size == "G":
+        yield {"H": problem.Hk * wanted[0]["G"]}
+    else:
+        pair = ("D", "Dv") if size[0] == "D" else ("M", "N")
+        for change in (*wanted, *(dict.fromkeys(pair, max(x.values())) for x in wanted)):
+            yield change
+            yield {**change, "mask": _unpadded(problem.mask)}
 
 
 def _plain(mask: Mask) -> Mask:

@@ -116,8 +116,13 @@ def _smaller(problem: Problem) -> Iterator[dict[str, Any]]:
             for size in steps(getattr(problem, names[0])):
                 for mask in _cut(problem, names, size):
                     yield {**dict.fromkeys(names, size), "mask": mask}
-    for dims in ({"D": 16, "Dv": 16}, {"D": 16}, {"Dv": 16}):
-        yield dict(dims)
+    plain = _DEFAULT.D
+    for names in (("D", "Dv"), ("D",), ("Dv",)):
+        yield dict.fromkeys(names, plain)
+        larger = {getattr(problem, name) - plain for name in names}
+        if len(larger) == 1:
+            for more in steps(max(0, *larger)):
+                yield dict.fromkeys(names, plain + more)
 
 
 def steps(size: int) -> Iterator[int]:

@@ -163,6 +163,7 @@ class Runner:
         with torch.inference_mode():
             findings = findings or [x for y in self._standing(problem) for x in y.check(trial)]
         findings += raised
+        self.tally.history.append((problem, not findings))
         if findings and problem.seeds:
             return self._alone(problem, of_problems, claim) or findings
         return findings

@@ -23,11 +23,13 @@ from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
-from fa_verify.properties.search.causes import Beyond, Failure
+from fa_verify.properties.search.failure import SECONDS as FAILURE_SECONDS
+from fa_verify.properties.search.failure import Beyond, Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.declared_values import not_drawn
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
+from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, verdict
 from fa_verify.pytest_plugin.statuses import Counts, gives_status
@@ -47,8 +49,8 @@ from fa_verify.session import (
 __all__ = ["Causes"]
 
 # Names of the properties of a report: the numbers of causes, the number of problems judged beyond
-# them, and the messages of a replay.
-_CAUSES, _BEYOND, _MESSAGES = "causes", "beyond causes", "messages"
+# them, the seconds that the causes took, and the messages of a replay.
+_CAUSES, _BEYOND, _SEARCHED, _MESSAGES = "causes", "beyond causes", "seconds", "messages"
 # Most reasons for which parts of passed tests are not asked.
 _MOST_PARTS = 2
 # Name of the property of a failure that no kernel is to blame for: _BROKEN or _TOO_FEW.
@@ -62,6 +64,9 @@ _NOT_OF_KERNELS = (
 _ADAPTERS = str(_SUITE / "subjects")
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
+# CPU time of a process for causes: a minute and a part of all its time; and the least time for a
+# failure, in which known causes explain it.
+_FREE, _PART, _LEAST = 60.0, 1 / 3, 5.0
 
 
 class Causes:
@@ -88,6 +93,9 @@ class Causes:
         self._replays = config.option.fa_replay is not None
         self._messages: list[str] = []
         self._interrupted = False
+        # Seconds that this process took for causes, and in the controller those of all.
+        self._spent = self._all_spent = 0.0
+        self._fresh = FreshProcesses(config)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -109,14 +117,24 @@ class Causes:
         runner = item.funcargs.get("runner")
         if runner is None or violation.claim is None:
             return
+        started = time.process_time()
         try:
-            failure = Failure(runner, violation.claim, violation.findings, self.store)
-            violation.causes = failure.causes()
+            violation.causes = self._failure(runner, violation).causes()
             self._diagnose(runner, violation.causes)
             if not self._stops:
                 self._go_on(runner, violation)
         except Exception as error:
             violation.add_note(f"it has no cause: {type(error).__name__}: {error}")
+        finally:
+            violation.searched = time.process_time() - started
+            self._spent += violation.searched
+
+    def _failure(self, runner: Runner, violation: Violation) -> Failure:
+        """Return a failure whose search takes no more time than is left."""
+        budget = _FREE + _PART * time.process_time()
+        left = min(FAILURE_SECONDS, max(_LEAST, budget - self._spent))
+        assert violation.claim is not None
+        return Failure(runner, violation.claim, violation.findings, self.store, self._fresh, left)
 
     @property
     def _stops(self) -> bool:
@@ -135,7 +153,7 @@ class Causes:
                 again(beyond)
             except Violation as more:
                 violation.findings += more.findings
-                numbers = Failure(runner, more.claim, more.findings, self.store).causes()
+                numbers = self._failure(runner, more).causes()
                 violation.causes += numbers
                 self._diagnose(runner, numbers)
             else:
@@ -175,6 +193,7 @@ class Causes:
         if isinstance(error, Violation) and error.causes:
             report.user_properties.append((_CAUSES, sorted({*error.causes})))
             report.user_properties.append((_BEYOND, error.beyond))
+            report.user_properties.append((_SEARCHED, error.searched))
         elif isinstance(error, Violation) and self._replays:
             report.user_properties.append((_MESSAGES, [x.told for x in error.findings]))
         elif report.failed and isinstance(error, TooFewError | RefusedError):
@@ -194,6 +213,7 @@ class Causes:
                 self._outcomes[report.nodeid] = told.get(_ENDED, "failed")
             numbers = told.get(_CAUSES, ())
             self._beyond += told.get(_BEYOND, 0)
+            self._all_spent += told.get(_SEARCHED, 0.0)
             self._messages += told.get(_MESSAGES, ())
             for number in numbers:
                 self._tests.setdefault(number, []).append(report.nodeid)
@@ -307,6 +327,12 @@ class Causes:
             yield (
                 f"The failed checks drew again, without these causes: {self._beyond:,} problems, "
                 "no other cause."
+            )
+        if self._all_spent >= 1:
+            yield (
+                f"The causes took {self._all_spent:,.0f} s of CPU time: at most "
+                f"{FAILURE_SECONDS:.0f} s a failure, and a minute and a third of the time of each "
+                "process."
             )
         if counts.failed and not full:
             by_command = self.config.rootpath == CONFORMANCE

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.oracles.guarantee import G5, G12, guarantee_of
+from fa_verify.oracles.guarantee import G5, G8, G10, G12, G13, guarantee_of
+from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
 from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
@@ -17,7 +18,6 @@ __all__ = [
     "explained",
     "fitted",
     "if_intended",
-    "looks_like",
     "title",
     "verdict",
 ]
@@ -50,7 +50,6 @@ class Explained:
             "evidence": evidence(cause),
             "smallest": described(cause.problem),
             "explain": cause.replay,
-            "looks_like": looks_like(cause),
             "behaves_as": [*behaves_as(cause)],
             "if_intended": if_intended(cause),
             "difference": cause.passing and difference(cause.problem, cause.passing),
@@ -76,6 +75,7 @@ _ABOUT = {
 # The subject of the title of a cause that another call than the problem's shows, by the check.
 _OF_CHECKS = {
     G5.key: "Values in hidden keys and rows",
+    G8.key: "Inputs with other strides",
     G12.key: "Offsets that pass 2**31 elements",
 }
 # Features of masks that hide keys.
@@ -98,16 +98,26 @@ _EXCLUDING = {
 
 def title(cause: RootCause) -> str:
     """Return a cause in one line."""
-    features = _main(cause)
+    outputs = ", ".join(cause.outputs) or "a result"
+    if cause.runs is not None:
+        return f"{_upper(outputs)} of one problem: wrong in {cause.runs[0]} of {cause.runs[1]} runs"
+    key, features = guarantee_of(cause.guarantee), _main(cause)
+    if cause.after is not None:
+        return f"Calls after others give wrong {outputs}: alone, the problem passes"
+    if cause.check == key or key in (G10.key, G13.key):
+        # The check says what it changed.
+        return _with(
+            f"{_upper(cause.finding['output'] or 'it')} {cause.finding['claim']}", features
+        )
     first = features[0] if features else None
     about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
-    one = first is None
+    one = first is None and cause.every
+    if first is None and not cause.every:
+        about = "Some problems"
     named = features[1:]
-    if of_check := _OF_CHECKS.get(guarantee_of(cause.guarantee)):
-        about, one, named = of_check, False, features
-    beyond = [phrase(x) for x in named if x.name != "several heads"]
-    also = f", with {' and '.join(beyond)}" if beyond else ""
-    outputs = ", ".join(cause.outputs) or "a result"
+    if cause.check or key in _OF_CHECKS:
+        about = _OF_CHECKS.get(cause.check or key, f"Calls of the check {cause.check}")
+        one, named = False, features
     does = {
         "NaN": "gives NaN" if one else "give NaN",
         "Inf": "gives Inf" if one else "give Inf",
@@ -117,8 +127,19 @@ def title(cause: RootCause) -> str:
     if does is None and cause.kind.startswith("raises "):
         does = cause.kind if one else f"raise {cause.kind.removeprefix('raises ')}"
     if does is None:
-        does = f"{'fails' if one else 'fail'}: {cause.told.partition(chr(10))[0]}"
-    return f"{about} {does}{also}"
+        _, _, what = cause.kind.partition(": ")
+        what = what or cause.told.partition("\n")[0]
+        does = f"{'fails' if one else 'fail'}: {what}"
+    return _with(f"{about} {does}", named)
+
+
+def _with(words: str, features: Sequence[Feature]) -> str:
+    beyond = [phrase(x) for x in features]
+    return f"{words}, with {' and '.join(beyond)}" if beyond else words
+
+
+def _upper(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _main(cause: RootCause) -> list[Feature]:
@@ -181,6 +202,8 @@ def verdict(
 
 # Lines of a screen for causes or findings, and those of them that stand in one line each.
 _LINES, _SHORT = 24, 7
+# Calls before a failing one that are described, and features not tried that are named.
+_CALLS, _FEATURES = 3, 2
 # Lines of the message of a failure without a cause, and characters of its first.
 _MESSAGE, _WIDTH = 12, 200
 
@@ -234,8 +257,6 @@ def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
     yield f"   smallest: {described(cause.problem)}    {cause.replay}"
     if cause.passing is not None:
         yield f"   passes with {difference(cause.problem, cause.passing)}"
-    if looks := looks_like(cause):
-        yield f"   looks like: {looks}"
     yield from (f"   {line}" for line in behaves_as(cause))
     if words := if_intended(cause):
         yield f"   if intended, declare {words}"
@@ -244,13 +265,31 @@ def _of_cause(number: int, one: Explained, failed: int) -> Iterator[str]:
 def evidence(cause: RootCause) -> str:
     """Return the wrong outputs, the dtypes, the needed features and the size of the error."""
     found = [", ".join(cause.outputs)] if cause.outputs else []
-    found.append("every dtype" if cause.all_dtypes else ", ".join(cause.dtypes))
+    if cause.depends_on:
+        found.append(f"seen in {', '.join(cause.dtypes)}")
+    else:
+        tried = "every dtype" if not _untried_dtypes(cause) else ", ".join(cause.dtypes)
+        found.append(tried if cause.all_dtypes else ", ".join(cause.dtypes))
     needs = [phrase(x) for x in cause.features if x.name != "dtype"]
-    if not cause.features:
-        found.append("every problem that was tried")
+    if cause.after is not None:
+        calls = [described(x) for x in cause.after]
+        few = f"{' then '.join(calls)}" if len(calls) <= _CALLS else f"{len(calls)} calls"
+        found.append(f"only after {few}" if calls else "only after the calls of this run before it")
     elif needs:
         found.append(f"needs {', '.join(needs)}")
+    elif not cause.depends_on and not cause.features and cause.every:
+        found.append("every problem that was tried")
+    elif not cause.depends_on and not cause.features and not cause.check:
+        found.append("other problems pass, and no feature tells them apart")
+    if cause.untried:
+        features = [x for x in cause.untried if x not in DTYPES]
+        some = [plural(len(features), "feature")] if len(features) > _FEATURES else features
+        found.append(f"not tried: {', '.join((*_untried_dtypes(cause), *some))}")
     return "; ".join(filter(None, (*found, _size(cause))))
+
+
+def _untried_dtypes(cause: RootCause) -> list[str]:
+    return [x for x in cause.untried if x in DTYPES]
 
 
 def _size(cause: RootCause) -> str:
@@ -261,20 +300,13 @@ def _size(cause: RootCause) -> str:
     error = abs(got - want)
     if not error < float("inf"):
         return ""
-    size = [f"error {error / bound:.3g} x bound"] if bound > 0 else [f"error {error:.3g}"]
-    if want and cause.finding["output"]:
+    # The figure of a statistic is no element of the output.
+    is_element = "=" in cause.finding["where"]
+    limit = "bound" if is_element else "limit"
+    size = [f"error {error / bound:.3g} x {limit}"] if bound > 0 else [f"error {error:.3g}"]
+    if want and cause.finding["output"] and is_element:
         size.append(f"{100 * error / abs(want):.2g} % of {cause.finding['output']}")
     return ", ".join(size)
-
-
-def looks_like(cause: RootCause) -> str:
-    """Return the fault that the evidence supports; empty if it supports none, or several."""
-    names = {x.name for x in cause.features if not is_soft(x)}
-    if cause.kind == "NaN" and names == {"empty rows"} and "out" in cause.outputs:
-        return "softmax of a row of -inf without a guard"
-    if cause.declarations == ('group_sum="dtype"',):
-        return "dk and dv of grouped heads are rounded before they are added"
-    return ""
 
 
 # Places on record that a line of the verdict shows.
@@ -307,8 +339,15 @@ def behaves_as(cause: RootCause) -> Iterator[str]:
 
 
 def if_intended(cause: RootCause) -> str:
-    """Return the declarations with which the failing problems pass or are not asked."""
+    """Return the declarations with which the failing problems pass or are not asked.
+
+    A declaration that excludes the problems is offered for what it alone excludes.
+    """
+    if cause.depends_on:
+        return ""
     if cause.declarations:
         return " or ".join(cause.declarations)
-    names = [x.name for x in cause.features if x.name in _EXCLUDING]
-    return _EXCLUDING[names[0]] if names else ""
+    hard = [x for x in cause.features if not is_soft(x)]
+    if cause.kind == "slight" or len(hard) != 1 or cause.check:
+        return ""
+    return _EXCLUDING.get(hard[0].name, "")

@@ -79,7 +79,7 @@ def _causes(causes: Sequence[Mapping[str, Any]], draws: bool) -> Iterator[dict[s
     for place, cause in enumerate(causes):
         finding = cause.get("finding", {})
         heat = finding.get("heat")
-        fields = ("evidence", "smallest", "difference", "looks_like", "if_intended", "explain")
+        fields = ("evidence", "smallest", "difference", "if_intended", "explain")
         yield {
             **dict.fromkeys((*fields, "behaves_as", "told", "message")),
             **cause,

@@ -159,6 +159,7 @@ TESTS: dict[str, str] = {
     "properties/regression/measurement.py": "test_measurement",
     "properties/regression/speed_ratio.py": "test_speed_ratio",
     "properties/search/causes.py": "test_causes",
+    "properties/search/failure.py": "test_causes",
     "properties/search/corpus.py": "test_corpus",
     "properties/search/declaring.py": "test_causes",
     "properties/search/minimize.py": "test_minimize",

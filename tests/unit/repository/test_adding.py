@@ -26,7 +26,8 @@ from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs import families, sampling
 from fa_verify.properties.kinds import registry
 from fa_verify.properties.kinds.feature import phrase
-from fa_verify.properties.search.causes import Failure, Known
+from fa_verify.properties.search.causes import Known
+from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager

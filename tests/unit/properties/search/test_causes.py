@@ -13,20 +13,15 @@ from hypothesis import strategies as st
 from fa_verify.conformance import test_quick as quick
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature
-from fa_verify.properties.search import causes as causes_module
-from fa_verify.properties.search.causes import (
-    Beyond,
-    Failure,
-    Known,
-    RootCause,
-    described,
-    difference,
-)
+from fa_verify.properties.search import failure as failure_module
+from fa_verify.properties.search.causes import Known, RootCause, described, difference
+from fa_verify.properties.search.failure import Beyond, Failure
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.quick import Entry
@@ -276,7 +271,7 @@ def test_an_exception_is_of_one_dtype_although_values_are_wrong_in_others(first,
     runner, store = runner_of("raises in fp32", "causal scaled"), Known()
     if first:
         causes_of(runner, Problem(), store)
-    monkeypatch.setattr(causes_module, "SECONDS", 0.0)
+    monkeypatch.setattr(failure_module, "SECONDS", 0.0)
     (hurried,) = causes_of(runner, CAUSAL, Known())
     assert hurried.dtypes == ("fp32",)
     store.add(hurried)
@@ -300,3 +295,138 @@ def test_a_part_that_needs_more_features_is_not_shown_for_its_cause():
     assert (joined.kind, joined.problem) == (cause.kind, cause.problem)
     assert joined.declarations == cause.declarations != ()
     assert "out" in joined.outputs
+
+
+def runner_with(fault, **declared) -> Runner:
+    """A runner of attention in float64 whose out is a function of itself and the tensors."""
+
+    def attention(q, k, v, *, mask, sm_scale):
+        groups = q.shape[1] // k.shape[1]
+        seen = mask.dense(*q.shape[:3], k.shape[2])
+        scores = q.double() @ k.repeat_interleave(groups, 1).double().mT * sm_scale
+        weights = scores.masked_fill(~seen, -math.inf).softmax(3)
+        out = torch.where(seen, weights, 0.0) @ v.repeat_interleave(groups, 1).double()
+        return fault(out, q, k, v).to(q.dtype)
+
+    fields = {"p_dtype": "fp32", "p_normalised": True, **declared}
+    for name, value in fields.items():
+        setattr(attention, name, value)
+    return Runner(Subject.of(attention, "attention"), Tally())
+
+
+SHAPES = {
+    "N > 17": (lambda out, q, k, v: out * (1 + (k.shape[2] > 17)), {"N above": 17}),
+    "16 < N < 32": (
+        lambda out, q, k, v: out * (1 + (16 < k.shape[2] < 32)), {"N above": 16, "N up to": 31},
+    ),
+    "ragged": (
+        lambda out, q, k, v: out * (1 + bool(q.shape[2] % 16 or k.shape[2] % 16)),
+        {"M or N is no multiple of 16": None},
+    ),
+    "D = 48": (lambda out, q, k, v: out * (1 + (q.shape[3] == 48)), {"D is 48": None}),
+    "D > 40": (lambda out, q, k, v: out * (1 + (q.shape[3] > 40)), {"D above": 40}),
+    "G > 4": (lambda out, q, k, v: out * (1 + (q.shape[1] // k.shape[1] > 4)), {"G above": 4}),
+    "H > 1": (lambda out, q, k, v: out * (1 + (q.shape[1] > 1)), {"H above": 1}),
+    "everything": (lambda out, q, k, v: out * 2, {}),
+    # Of more elements some err, whatever their number is.
+    "an element": (lambda out, q, k, v: torch.where(out > 0.8, 2 * out, out), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SHAPES)
+def test_sizes_of_a_cause_are_those_at_which_a_kernel_changes(fault):
+    wrong, needed = SHAPES[fault]
+    dims = (16, 32, 40, 41, 42, 48, 64, 128) if fault[0] == "D" else None
+    runner = runner_with(wrong, **({"head_dims": dims} if dims else {}), dtypes=("fp32",))
+    D = 48 if fault[0] == "D" else 16
+    problem = Problem(B=2, H=10, Hk=2, M=21, N=27, D=D, Dv=D)
+    (cause,) = causes_of(runner, problem, Known())
+    assert dict(cause.features) == needed
+    assert not cause.untried
+
+
+def test_a_dtype_is_named_only_if_problems_pass_in_another():
+    runner = runner_with(lambda out, q, k, v: out * (1 + (q.dtype == torch.bfloat16)))
+    (cause,) = causes_of(runner, Problem(M=3, N=5, dtype="bf16"), Known())
+    assert (cause.features, cause.dtypes) == ((Feature("dtype", ("bf16",)),), ("bf16",))
+    runner = runner_with(lambda out, q, k, v: 2 * out)
+    (cause,) = causes_of(runner, Problem(M=3, N=5, dtype="bf16"), Known())
+    assert cause.all_dtypes
+    assert cause.every
+    assert not cause.features
+
+
+def test_a_form_is_a_cause_of_its_own_with_what_it_needs():
+    runner = runner_with(lambda out, q, k, v: out[..., :-1] if q.dtype == torch.float16 else out)
+    (cause,) = causes_of(runner, Problem(M=3, N=5, dtype="fp16"), Known())
+    assert cause.dtypes == ("fp16",)
+    assert cause.kind.startswith("form: ")
+    assert "needs (1, 1, 1, 16)" in cause.kind
+
+
+def test_a_call_that_fails_in_some_runs_needs_no_feature():
+    calls = iter(range(10**6))
+    runner = runner_with(lambda out, q, k, v: out * (1 + (next(calls) % 3 == 0)))
+    (cause,) = causes_of(runner, Problem(H=4, M=3, N=5, mask=Mask(causal=True)), Known())
+    failing, runs = cause.runs
+    assert 0 < failing < runs == 9
+    assert not cause.features
+    assert not cause.declarations
+    assert cause.depends_on == "chance"
+
+
+def kept_tiles():
+    """A kernel that keeps the number of tiles of its first call."""
+    tiles = []
+
+    def fault(out, q, k, v):
+        tiles.append(-(-k.shape[2] // 16))
+        return out * (1 + (tiles[0] != tiles[-1]))
+
+    return runner_with(fault)
+
+
+def test_a_call_that_fails_only_after_another_has_the_shortest_sequence():
+    runner = kept_tiles()
+    for problem in (Problem(N=5), Problem(M=2, N=7), Problem(N=3)):
+        assert not runner.findings(problem, accuracy)
+    wrong = Problem(H=2, M=3, N=40)
+    found = runner.findings(wrong, accuracy)
+    asked = []
+
+    def fresh(calls, name):
+        asked.append((len(calls), name))
+        anew = kept_tiles()
+        return [not anew.findings(call, accuracy) for call in calls]
+
+    store = Known()
+    Failure(runner, accuracy, found, store, fresh).causes()
+    (cause,) = store.known()
+    assert cause.after == (Problem(N=5),)
+    assert cause.depends_on == "earlier calls"
+    assert not cause.features
+    assert asked == [(1, "G1"), (2, "G1")]
+    # Another failure of the same cause is no new one.
+    again = runner.findings(Problem(M=9, N=33), accuracy)
+    assert Failure(runner, accuracy, again, store, fresh).causes() == [cause.number]
+    # Where no process can be asked, the sizes are what the failure shows.
+    (alone,) = causes_of(runner, wrong, Known())
+    assert alone.after is None
+    assert dict(alone.features) == {"N above": 16}
+
+
+def test_offsets_are_one_cause_that_names_the_tensor():
+    """The kernel reads k as if it were contiguous, where its strides are large."""
+
+    def fault(out, q, k, v):
+        return out * (1 + (max(k.stride()) > 2**24))
+
+    runner, store = runner_with(fault, dtypes=("fp32",), backward=False), Known()
+    for problem in (Problem(B=2, M=3, N=5), Problem(H=2, M=2, N=40, seed=1)):
+        assert not runner.findings(problem, accuracy)
+        found = runner.findings(problem, claims.far_offsets)
+        Failure(runner, claims.far_offsets, found, store).causes()
+    (cause,) = store.known()
+    assert cause.check == "G12"
+    assert not cause.features
+    assert "offsets pass 2**31 elements, in k of strides (" in cause.finding["claim"]

@@ -1,0 +1,726 @@
+"""Find the cause of a failure: what its calls need to fail, and what they do not need.
+
+A sentence about a failure is a conjecture. It is told if the calls that would refute it were run,
+and did not: a feature is needed if calls without it pass with other values and larger sizes too, a
+threshold if the call below it passes and larger ones fail. What the time did not suffice for is
+listed as not tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from fa_verify.oracles.call import Call, changed
+from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, guarantee_of
+from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.properties.checks.claims import (
+    CLAIMS,
+    Check,
+    accuracy,
+    far_offsets,
+    layout,
+    standing_of,
+)
+from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.replay_line import COMMAND, replay_line
+from fa_verify.properties.kinds.feature import Feature, is_soft
+from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.search.causes import (
+    RootCause,
+    Store,
+    distance,
+    kind_of_finding,
+    vanished,
+)
+from fa_verify.properties.search.declaring import declarations_that_fit
+from fa_verify.properties.search.minimize import minimized
+from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.subject import Subject
+
+__all__ = ["Beyond", "Failure", "Fresh"]
+
+# CPU time to find the cause of a failure, the part of it in which its problem is minimised, and the
+# factor of the time on the clock, which other processes share.
+SECONDS, _MINIMISING, _BUSY = 30.0, 15.0, 3.0
+# Runs of a failing problem, and runs in all if the first ones differ.
+_RUNS, _MORE_RUNS = 3, 9
+# Rows and keys that are added to a problem, so that it spans several tiles of most kernels.
+_GROWN = 39
+# Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
+_WIDER = 4
+# Seeds with which a problem has to fail for its sizes to be told.
+_SEEDS = 4
+# Problems without a feature that are tried: one of them may fail for another cause.
+_NEAREST = 3
+# Causes that one failure is searched for.
+_MOST_NEW = 3
+# Runs of sequences of calls in fresh processes, and calls of the first of them.
+_MOST_FRESH, _EARLIER = 8, 64
+
+# Layouts of which no two tensors have the same strides, and characters of an exception that are the
+# same in every run.
+_STRIDED = ("bshd", "padded", "transposed", "bhsd")
+_SAME = 20
+# Fields of a finding that a cause keeps.
+_TOLD = ("output", "claim", "where", "bad", "total", "places")
+# Guarantees whose checks call the kernel with other tensors, or other calls in turn.
+_OTHER_CALLS = tuple(x.key for x in (G5, G6, G7, G8, G9, G10, G12, G13))
+
+# Runs calls in turn in a fresh process, with the claim of a name beside the standing ones; returns
+# for each whether it passes, None if it is not judged. Returns None if the kernel cannot be loaded
+# there.
+Fresh = Callable[[Sequence[Call], str], "list[bool | None] | None"]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """The result of a check on a problem: its findings and the wrong outputs."""
+
+    findings: list[Finding]
+    judged: bool
+    outputs: tuple[str, ...]
+
+    @property
+    def passes(self) -> bool:
+        return self.judged and not self.findings
+
+    @property
+    def kind(self) -> str:
+        return kind_of_finding(self.findings[0])
+
+
+class _OutOfTimeError(Exception):
+    """The time for a search is over."""
+
+
+class Failure:
+    """A failing problem with its check, to be explained by causes.
+
+    Args:
+        runner: The runner that judges problems.
+        claim: The check that failed.
+        findings: Its findings.
+        store: The causes of the run.
+        fresh: Runs calls in a fresh process; None where no process can load the kernel.
+        seconds: CPU time to find the cause.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        claim: Check,
+        findings: list[Finding],
+        store: Store,
+        fresh: Fresh | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        self.runner = runner
+        self.claim = claim
+        self.store = store
+        self.problem = findings[0].problem
+        self.kind = kind_of(self.problem)
+        self._findings = findings
+        self._fresh = fresh
+        seconds = SECONDS if seconds is None else seconds
+        self._end = time.process_time() + seconds
+        self._end_of_clock = time.monotonic() + _BUSY * seconds
+        self._seen: dict[Call, _Outcome] = {}
+        # Whether the problem's own call passes.
+        self._alone: dict[Call, bool] = {}
+        # Numbers of causes that raise in the problem, and beyond which its values are wrong.
+        self._raised: list[int] = []
+        # Numbers of the causes that this failure showed.
+        self._tried: list[int] = []
+        # The calls of this process before the failure, the failing one last.
+        self._before = [call for call, _ in runner.tally.history]
+        self._narrow()
+        self._of(self.problem)
+        if not self._seen[self.problem].findings:  # it fails only sometimes
+            outputs = tuple(dict.fromkeys(x.output for x in findings if x.output))
+            self._seen[self.problem] = _Outcome(findings, True, outputs)
+
+    def causes(self) -> list[int]:
+        """Return the numbers of the causes that explain the failure, at least one."""
+        unsteady = self._unsteady()
+        if unsteady is not None:
+            return [self.store.add(unsteady)]
+        found = self._known(self.problem, self.store.known(), note=True)
+        if not isinstance(found, list) and (old := self._of_history(found)):
+            return [old.number]
+        for _ in range(_MOST_NEW):
+            if isinstance(found, list):
+                break
+            new = self._new(found)
+            number = self.store.add(new)
+            if new.depends_on:
+                return [number]
+            # The smallest failing problem may fail for another cause than this one.
+            again = self._known(self.problem, self.store.known(), note=True)
+            found = [number] if again == found and number in self._tried else again
+            self._tried.append(number)
+        found = found if isinstance(found, list) else self._tried[-1:]
+        return [*dict.fromkeys((*self._raised, *found))]
+
+    def is_explained(self, causes: list[RootCause]) -> bool:
+        """Return whether some of the causes explain the failure."""
+        return isinstance(self._known(self.problem, causes, note=True), list)
+
+    # Runs of the check on a problem.
+
+    def _narrow(self) -> None:
+        """Take, of several checks in turn, the one that fails, and strides before far ones."""
+        for check in getattr(self.claim, "checks", {}).values():
+            found = self._run(self.problem, check).findings
+            if found and (found[0].guarantee, found[0].raised[:_SAME]) == (
+                self._findings[0].guarantee, self._findings[0].raised[:_SAME]
+            ):  # fmt: skip
+                self.claim = check
+                break
+        if self.claim is far_offsets and isinstance(self.problem, Problem):
+            strided = dataclasses.replace(self.problem, layouts=_STRIDED)
+            if self._run(strided, layout).findings:
+                # Near strides suffice.
+                self.claim, self.problem = layout, strided
+
+    def _of(self, problem: Call) -> _Outcome:
+        """Run the check on a problem, once. A problem that is excluded counts as not judged."""
+        if problem not in self._seen:
+            if self.kind.excludes(self.runner.subject, problem):
+                return _Outcome([], False, ())
+            self._seen[problem] = self._run(problem, self.claim)
+        return self._seen[problem]
+
+    def _run(self, problem: Call, claim: Check) -> _Outcome:
+        judged = self.runner.judged
+        findings = self.runner.findings(problem, claim)
+        if not problem.seeds:
+            # Those of another call, which is wrong by itself, are not the problem's.
+            findings = [x for x in findings if x.problem == problem]
+        outputs = dict.fromkeys(x.output.split(" of ")[0] for x in findings if x.output)
+        if findings:
+            outputs |= {name: None for name, peak in self.runner.peaks.items() if peak > 1}
+        return _Outcome(findings, bool(findings) or self.runner.judged > judged, tuple(outputs))
+
+    def _tried_in_time(self, problem: Call) -> _Outcome:
+        """Run the check as ``_of`` does.
+
+        Raises:
+            _OutOfTimeError: The time is over, and the outcome is not known yet.
+        """
+        if problem not in self._seen and self._is_late:
+            raise _OutOfTimeError
+        return self._of(problem)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.process_time() > self._end or time.monotonic() > self._end_of_clock
+
+    def _unsteady(self) -> RootCause | None:
+        """Return the cause of a problem that fails in some of its runs alone."""
+        first = self._seen[self.problem]
+        runs = [bool(self._run(self.problem, self.claim).findings) for _ in range(_RUNS)]
+        if all(runs):
+            return None
+        more = range(_MORE_RUNS - _RUNS)
+        runs += [bool(self._run(self.problem, self.claim).findings) for _ in more]
+        shown = (first.findings or self._findings)[0]
+        outcome = _Outcome([shown], True, first.outputs)
+        return self._cause(outcome, runs=(sum(runs), len(runs)))
+
+    # What known causes explain.
+
+    def _known(
+        self, problem: Call, causes: list[RootCause], *, note: bool = False
+    ) -> list[int] | Call:
+        """Return the known causes of a failing problem; else a failing problem without them."""
+        outcome = self._of(problem)
+        left = None
+        for cause in causes:
+            if (
+                cause.problem.kind != problem.kind
+                or cause.depends_on
+                or cause.check != self._check_of(problem)
+            ):
+                continue
+            if cause.check == G12.key:
+                return [cause.number]
+            if not cause.is_like(outcome.kind, outcome.outputs):
+                continue
+            if not cause.features:
+                # What the time did not suffice for may be a feature of it.
+                if not cause.untried and self._fails_plainly(cause, problem):
+                    return [cause.number]
+                continue
+            features = [x for x in cause.features if self.kind.holds(x, problem)]
+            if not {*cause.hard} <= {*features}:
+                continue
+            for beside in self._beside(problem, cause.hard):
+                beyond = self._of(beside)
+                if beyond.passes:
+                    if note:
+                        self._note(cause, features, problem, outcome)
+                    return [cause.number]
+                if beyond.findings and left is None:
+                    left = beside, [x for x in causes if x != cause]
+                    if note and vanished(cause.kind, beyond.kind):
+                        self._note(cause, features, problem, outcome)
+                        self._raised.append(cause.number)
+        if left is None:
+            return problem
+        return self._known(*left, note=note)
+
+    def _fails_plainly(self, cause: RootCause, problem: Call) -> bool:
+        """Return whether the smallest problem of a cause fails the check in another's dtype."""
+        plain = _in_dtype(cause.problem, problem.dtype, problem.config)
+        outcome = self._of(plain)
+        return bool(outcome.findings) and cause.is_like(outcome.kind, outcome.outputs)
+
+    def _beside(self, problem: Call, features: Iterable[Feature]) -> Iterator[Call]:
+        """Yield problems that each lack one of the features, those that can be judged."""
+        for feature in features:
+            judged = (x for x in self._without(feature, problem) if self._of(x).judged)
+            yield from islice(judged, _NEAREST)
+
+    def _without(self, feature: Feature, problem: Call) -> Iterator[Call]:
+        yield from self.kind.without(feature, problem, self.runner.subject.configs)
+
+    def _note(
+        self, cause: RootCause, features: list[Feature], problem: Call, outcome: _Outcome
+    ) -> None:
+        """Add to a cause what one more of its failures shows."""
+        # Another process may have changed it meanwhile.
+        cause = next((x for x in self.store.known() if x.number == cause.number), cause)
+        outputs = tuple(dict.fromkeys((*cause.outputs, *outcome.outputs)))
+        of_both = tuple(
+            next((x.joined(y) for y in self.kind.features(problem) if x.is_of(y)), x)
+            for x in features
+        )
+        if (outputs, of_both) != (cause.outputs, cause.features):
+            self.store.replace(dataclasses.replace(cause, outputs=outputs, features=of_both))
+
+    def _unexplained(self, problem: Call) -> list[Finding]:
+        """Return the findings of a problem, unless known causes explain them.
+
+        A problem that fails without the features of a cause too counts as explained: its other
+        failure is found on the problem beside it.
+        """
+        if self._is_late:
+            return []
+        findings = self._of(problem).findings
+        if not findings or self._known(problem, self._causes) != problem:
+            return []
+        return findings
+
+    # A new cause.
+
+    def _new(self, problem: Call) -> RootCause:
+        """Minimise a failing problem that no known cause explains, and find its features."""
+        self._causes = self.store.known()
+        before = self._of(problem)
+        whole = guarantee_of(before.findings[0].guarantee) in (G10.key, G13.key)
+        if whole or self._check_of(problem) == G12.key:
+            # The sizes say nothing: calls in turn fail, or offsets that the check made large.
+            return self._cause(before)
+        subject = self.runner.subject
+        plain: list[dict[str, Any]] = [
+            *({"dtype": dtype} for dtype in ("fp32", "fp16") if dtype in subject.dtypes),
+            {"config": next(iter(subject.configs))},
+        ]
+        found = minimized(problem, before.findings, self._unexplained, plain, _MINIMISING)
+        smallest = found[0].problem
+        outcome = self._of(smallest) if smallest in self._seen else before
+        outcome = dataclasses.replace(outcome, findings=[found[0], *outcome.findings])
+        after = self._after(smallest)
+        if after is not None:
+            return self._cause(outcome, after=after)
+        return self._with_features(outcome, problem)
+
+    def _with_features(self, outcome: _Outcome, problem: Call) -> RootCause:
+        """Return the cause of a minimised problem, with all features that it needs."""
+        smallest, kind = outcome.findings[0].problem, outcome.kind
+        needed: list[Feature] = []
+        passing: list[tuple[bool, Call]] = []
+        untried: list[str] = []
+        steady: bool | None = None
+        for feature in self.kind.features(smallest):
+            if feature.name == "dtype":
+                continue
+            try:
+                if is_soft(feature):
+                    if steady is None:
+                        steady = self._fails_with_other_values(smallest, kind)
+                    if not steady:
+                        continue
+                beside = self._needs(feature, smallest, kind, needed)
+                if beside is not None:
+                    needed += self._sharpened(feature, smallest, beside, kind, needed)
+                    if self._of(beside).passes:
+                        passing.append((is_soft(feature), beside))
+            except _OutOfTimeError:
+                untried.append(feature.name)
+        needed = _sharpest(needed)
+        ranked = min(passing, key=lambda x: (x[0], distance(x[1], smallest)), default=None)
+        nearest = None if ranked is None else ranked[1]
+        dtypes, passes, not_run = self._dtypes(smallest, problem, nearest, needed, kind)
+        if passes:
+            needed.append(Feature("dtype", dtypes))
+            nearest = nearest or _in_dtype(smallest, passes[0])
+        untried += not_run
+        offered: tuple[str, ...] = ()
+        try:
+            failing = [x for x in self._alike(smallest) if self._fails_alike(x, kind, needed)]
+            failing = [*dict.fromkeys((smallest, problem, *failing))]
+            offered = declarations_that_fit(self.runner, self.claim, failing, needed)
+        except _OutOfTimeError:
+            untried.append("declarations")
+        return self._cause(
+            outcome, features=tuple(needed), dtypes=dtypes, all_dtypes=not passes, passing=nearest,
+            declarations=offered, untried=tuple(untried),
+        )  # fmt: skip
+
+    def _cause(self, outcome: _Outcome, **fields: Any) -> RootCause:
+        """Return a cause with the first of some findings, and other fields."""
+        shown = outcome.findings[0]
+        problem = shown.problem
+        return RootCause(**{
+            "number": 0,
+            "kind": kind_of_finding(shown),
+            "features": (),
+            "outputs": outcome.outputs,
+            "dtypes": (problem.dtype,),
+            "all_dtypes": len(_dtypes_of(self.runner.subject)) == 1,
+            "guarantee": shown.guarantee,
+            "told": shown.told,
+            "replay": replay_line(problem.to_json(), shown.kernel, shown.mask, COMMAND),
+            "problem": problem,
+            "passing": None,
+            "check": self._check_of(problem),
+            "every": not any(right for _, right in self.runner.tally.history),
+            "finding": {
+                **{name: getattr(shown, name) for name in _TOLD},
+                **{name: str(getattr(shown, name)) for name in ("got", "want", "bound")},
+                "heat": self._heat(shown) if hasattr(self, "_causes") else None,
+            },
+            **fields,
+        })  # fmt: skip
+
+    def _check_of(self, problem: Call) -> str:
+        """Return the guarantee of the check, if a problem passes but for the calls of the check."""
+        outcome = self._of(problem)
+        key = _guarantee_of_check(self.claim)
+        if not key or not outcome.findings or problem.kind != "attention":
+            return ""
+        if problem not in self._alone:
+            self._alone[problem] = self._run(problem, accuracy).passes
+        return key if self._alone[problem] else ""
+
+    def _heat(self, finding: Finding) -> dict[str, Any] | None:
+        """Return the heat map of a larger problem that fails alike, else of the smallest one."""
+        problem, larger = finding.problem, []
+        if isinstance(problem, Problem):
+            grown = {name: getattr(problem, name) + _GROWN for name in ("M", "N")}
+            larger = self._unexplained(dataclasses.replace(problem, **grown))
+        like = (x for x in larger if x.output == finding.output and x.heat is not None)
+        found = next(like, finding).heat
+        return None if found is None else found.record()
+
+    # Features, each of which is refuted by a call without it that fails.
+
+    def _needs(
+        self, feature: Feature, problem: Call, kind: str, needed: list[Feature]
+    ) -> Call | None:
+        """Return a passing problem that lacks a feature and has those needed already.
+
+        A problem without an exception counts as passing if the failure of this kind is one, though
+        its values may be wrong for another cause. So does one that known causes explain, if none
+        passes.
+
+        Raises:
+            _OutOfTimeError: The time is over.
+        """
+        explained = None
+        for beside in self._without(feature, problem):
+            if not all(self.kind.holds(x, beside) for x in needed):
+                continue
+            outcome = self._tried_in_time(beside)
+            if outcome.passes or (outcome.findings and vanished(kind, outcome.kind)):
+                refuting = (
+                    x for x in self._alike(beside)
+                    if not self.kind.holds(feature, x) and self._fails_alike(x, kind, needed)
+                )  # fmt: skip
+                return None if next(refuting, None) is not None else beside
+            if outcome.findings:
+                if not isinstance(self._known(beside, self._causes), list):
+                    return None
+                explained = explained or beside
+        return explained
+
+    def _fails_with_other_values(self, problem: Call, kind: str) -> bool:
+        """Return whether a problem fails with other seeds too.
+
+        If it does not, some elements err, of more elements more, and a size at which one of them
+        first does is no property of the kernel.
+        """
+        seeds = range(problem.seed + 10, problem.seed + 10 + _SEEDS)
+        try:
+            return all(self._fails_alike(changed(problem, seed=x), kind, []) for x in seeds)
+        except ValueError:  # calls of this kind have no other seed
+            return True
+
+    def _alike(self, problem: Call) -> Iterator[Call]:
+        """Yield problems like a problem, with other values, more rows and keys, or more heads."""
+        attention = problem.attention
+        changes: list[dict[str, Any]] = [{"seed": problem.seed + 1}, {"seed": problem.seed + 2}]
+        if attention is not None and isinstance(problem, Problem) and not problem.seeds:
+            M, N = attention.M + _GROWN, attention.N + _GROWN
+            changes += [
+                {"M": M, "N": N, "seed": problem.seed + 3},
+                {"M": M, "seed": problem.seed + 4},
+                {"N": N, "seed": problem.seed + 5},
+                {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": problem.seed + 6},
+            ]
+        for change in changes:
+            try:
+                other: Call = changed(problem, **change)
+            except ValueError:
+                continue
+            yield other
+
+    def _fails_alike(self, problem: Call, kind: str, needed: list[Feature]) -> bool:
+        """Return whether a problem with the needed features fails as one of a kind does."""
+        if not all(self.kind.holds(x, problem) for x in needed):
+            return False
+        outcome = self._tried_in_time(problem)
+        if not outcome.findings or vanished(kind, outcome.kind):
+            return False
+        return not isinstance(self._known(problem, self._causes), list)
+
+    def _sharpened(
+        self, feature: Feature, problem: Call, below: Call, kind: str, needed: list[Feature]
+    ) -> list[Feature]:
+        """Return what is true of larger sizes in place of a feature of a size.
+
+        A threshold says that all larger sizes fail, and a multiple that all others do. Where they
+        do not, the failing sizes are those up to a second threshold.
+        """
+        size, _, what = feature.name.partition(" ")
+        attention = problem.attention
+        if attention is not None and what.startswith("or N is no multiple"):
+            # All other lengths fail, longer ones too.
+            more = int(what.split()[-1])
+            for M, N in ((more, more), (3 * more, 3 * more)):
+                longer = changed(problem, M=attention.M + M, N=attention.N + N)
+                if self._tried_in_time(longer).judged and not self._fails_alike(longer, kind, []):
+                    return []
+            return [feature]
+        sized = what == "above" or what.startswith("is no multiple of")
+        if attention is None or not sized or size not in ("M", "N", "D", "Dv", "B", "G"):
+            return [feature]
+        number = getattr(attention, size)
+        lower = getattr(below.attention, size)
+
+        def fails(larger: int) -> bool | None:
+            fields = {"H": attention.Hk * larger} if size == "G" else {size: larger}
+            try:
+                other: Call = changed(problem, **fields)
+            except ValueError:
+                return None
+            if not all(self.kind.holds(x, other) for x in needed):
+                return None
+            if not self._tried_in_time(other).judged:
+                return None
+            return self._fails_alike(other, kind, [])
+
+        if what != "above":
+            multiple = int(what.split()[-1])
+            if size in ("M", "N") and any(fails(number + x * multiple) is False for x in (1, 3)):
+                return []
+            return [feature]
+        above = [number + 1, 2 * number, 2 * number + 1, 4 * number + 1]
+        if size in ("D", "Dv"):
+            above = [number + 1, number + 16, 128, 256]
+        failing = {x: how for x in sorted({*above}) if x > number and (how := fails(x)) is not None}
+        if not failing and lower < number - 1:
+            return [Feature(f"{size} is {number}")]
+        if all(failing.values()):
+            return [Feature(f"{size} above", lower)]
+        low = max((x for x, how in failing.items() if how), default=number)
+        high = min((x for x, how in failing.items() if not how and x > low), default=None)
+        if high is None:
+            return [Feature(f"{size} above", lower)]
+        while high - low > 1:
+            middle = (low + high) // 2
+            how = fails(middle)
+            if how is None:
+                break
+            low, high = (middle, high) if how else (low, middle)
+        if low == number == lower + 1 or low == number:
+            return [Feature(f"{size} is {number}")]
+        return [Feature(f"{size} above", lower), Feature(f"{size} up to", low)]
+
+    # Dtypes.
+
+    def _dtypes(
+        self,
+        smallest: Call,
+        first: Call,
+        passing: Call | None,
+        needed: list[Feature],
+        kind: str,
+    ) -> tuple[tuple[str, ...], list[str], list[str]]:
+        """Return the dtypes in which problems fail, in which all pass, and that were not tried.
+
+        Tiles of another dtype may be wider, so that its problem fails from larger sizes on. A dtype
+        in which the problem beside the smallest one fails too is none in which all pass.
+        """
+        fails, passes, untried = [], [], []
+        wider = {
+            size: _WIDER * getattr(smallest, size)
+            for size in ("M", "N")
+            if isinstance(smallest, Problem) and any(x.name == f"{size} above" for x in needed)
+        }
+        larger: list[Call] = [changed(smallest, **wider)] if wider else []
+        for dtype in _dtypes_of(self.runner.subject):
+            if dtype == smallest.dtype:
+                fails.append(dtype)
+                continue
+            tries = (
+                _in_dtype(x, dtype) for x in (smallest, first, *larger, *self._alike(smallest))
+            )
+            try:
+                outcomes = [(x, self._tried_in_time(x)) for x in tries]
+            except _OutOfTimeError:
+                untried.append(dtype)
+                continue
+            wrong = [
+                x for x, how in outcomes
+                if how.findings and not vanished(kind, how.kind)
+                and not isinstance(self._known(x, self._causes), list)
+            ]  # fmt: skip
+            if wrong:
+                alone = passing is None or self._of(_in_dtype(passing, dtype)).passes
+                fails += [dtype] if alone else []
+            elif any(how.judged for _, how in outcomes):
+                passes.append(dtype)
+        return tuple(fails), passes, untried
+
+    # Calls before, in this process or in a fresh one.
+
+    def _of_history(self, problem: Call) -> RootCause | None:
+        """Return a known cause of calls that depend on earlier ones, if a problem has it."""
+        outcome = self._of(problem)
+        for cause in self.store.known():
+            like = cause.after is not None and cause.is_like(outcome.kind, outcome.outputs)
+            if like and self._passes_freshly([problem]):
+                return cause
+        return None
+
+    def _after(self, problem: Call) -> tuple[Call, ...] | None:
+        """Return the shortest sequence of calls found that makes a problem fail.
+
+        None if it fails by itself: in a fresh process, or where none can be asked. The sequence is
+        empty if none was found.
+        """
+        if self._passes_freshly([problem]) is not True:
+            return None
+        before = [x for x in self._before if x != problem]
+        left = _MOST_FRESH
+
+        def fails(calls: Sequence[Call]) -> bool:
+            nonlocal left
+            left -= 1
+            return left >= 0 and self._passes_freshly([*calls, problem]) is False
+
+        for one in (before[:1], before[-1:]):
+            if one and fails(one):
+                return tuple(one)
+        calls = next((x for x in (before[-_EARLIER:], before[:_EARLIER]) if fails(x)), [])
+        while len(calls) > 1:
+            half = len(calls) // 2
+            shorter = next((x for x in (calls[half:], calls[:half]) if fails(x)), None)
+            if shorter is None:
+                break
+            calls = shorter
+        return tuple(calls)
+
+    def _passes_freshly(self, calls: Sequence[Call]) -> bool | None:
+        """Return whether the last of some calls passes in a fresh process; None if unknown."""
+        if self._fresh is None or self._check_of(calls[-1]):
+            return None
+        names = (x.name for x in CLAIMS if x.check is self.claim)
+        name = next(names, "")
+        standing = {x.guarantee.key for x in standing_of(self.problem.kind)}
+        first = self._of(calls[-1]).findings or self._findings
+        if not name and guarantee_of(first[0].guarantee) not in standing:
+            return None  # the check is no row of claims
+        found = self._fresh(calls, name)
+        return None if found is None else found[-1]
+
+
+class Beyond(Runner):
+    """Judges problems beyond known causes: a failure that they explain counts as passing.
+
+    Each such failure is judged on a problem beside it that avoids a cause. Causes that other
+    processes find meanwhile do not count: a failure that is being shrunk has to go on failing.
+
+    Args:
+        runner: Provides the subject, the tally and the watchdog.
+        store: The causes of the run.
+        seconds: Time after which problems count as passing.
+    """
+
+    def __init__(self, runner: Runner, store: Store, seconds: float) -> None:
+        super().__init__(runner.subject, runner.tally, runner.watching, runner.mask, runner.waived)
+        self.store = store
+        self._causes = store.known()
+        self._end = time.monotonic() + seconds
+        # Judges the problems beside a failing one.
+        self._runner = runner
+
+    def findings(self, problem: Call, claim: Check) -> list[Finding]:
+        """Return the findings of a problem, unless known causes explain them."""
+        if time.monotonic() > self._end:
+            return []
+        found = super().findings(problem, claim)
+        if found and any(x.depends_on for x in self._causes):
+            return []  # a cause that is not the problem's would be found again without end
+        if found and Failure(self._runner, claim, found, self.store).is_explained(self._causes):
+            return []
+        return found
+
+
+def _guarantee_of_check(claim: Check) -> str:
+    """Return the key of the guarantee that a check asks, if it makes calls of its own."""
+    keys = (x.guarantee.key for x in CLAIMS if x.check is claim and not x.standing)
+    return next((x for x in keys if x in _OTHER_CALLS), "")
+
+
+def _sharpest(features: list[Feature]) -> list[Feature]:
+    """Return features without those that others imply."""
+    names = {x.name for x in features}
+    exact = tuple(
+        f"{x.split()[0]} is no" for x in names if x.split()[-1].isdigit() and x.split()[-2] == "is"
+    )
+    implied = {
+        *("M or N" + x[1:] for x in names if x[:2] in ("M ", "N ") and " is no multiple" in x),
+        *(["grouped heads"] if "G above" in names or any("G is" in x for x in names) else []),
+    }
+    return [x for x in features if x.name not in implied and not x.name.startswith(exact)]
+
+
+def _dtypes_of(subject: Subject) -> tuple[str, ...]:
+    return tuple(x for x in DTYPES if x in subject.dtypes)
+
+
+def _in_dtype(call: Call, dtype: str, config: str | None = None) -> Call:
+    """Return a call in a dtype and, where its kind has one, a tile configuration."""
+    fields = {"dtype": dtype}
+    if config is not None and call.attention is not None:
+        fields["config"] = config
+    other: Call = changed(call, **fields)
+    return other

@@ -6,6 +6,8 @@ writes how far it came to a file, and the command reads that.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import select
 import signal
@@ -34,6 +36,7 @@ _IMPORTING, _RUNNING, _ENDED = "importing", "running", "ended"
 # Signals of a crash, which the kernel has caused.
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM}
+_WAITED_FOR = {*_PASSED_ON, signal.SIGCHLD}
 # Seconds in which a process that has got a signal itself says so.
 _GRACE = 1.0
 
@@ -52,7 +55,7 @@ def run(arguments: Sequence[str], kernel: str) -> int:
         received, writes = os.pipe()
         os.set_blocking(writes, False)
         # Blocked until the wait, so that no signal is lost; the other process unblocks them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
         try:
             command = [sys.executable, "-m", __name__, str(writes), str(reached), *arguments]
             process = subprocess.Popen(command, pass_fds=(writes,))
@@ -74,8 +77,8 @@ def _waited(process: subprocess.Popen[bytes], received: int) -> int:
         if not hasattr(signal, "sigtimedwait"):
             process.wait()
             continue
-        got = signal.sigtimedwait(_PASSED_ON, 0.1)
-        if got is None:
+        got = signal.sigtimedwait(_WAITED_FOR, 0.1)
+        if got is None or got.si_signo == signal.SIGCHLD:
             continue
         if not _has_byte(received):
             process.send_signal(got.si_signo)
@@ -122,10 +125,16 @@ class _Reached:
     def pytest_sessionstart(self) -> None:
         """Note that pytest is configured, which loads the kernel."""
         self.began = True
+        # Collections then leave out the objects of torch, of which there are half a million.
+        gc.freeze()
+        gc.enable()
         self.path.write_text(_RUNNING, encoding="utf-8")
 
 
 def _main(path: Path, arguments: Sequence[str]) -> int:
+    # Registered first, so that it runs last.
+    atexit.register(_leave, path)
+    gc.disable()
     import pytest
 
     reached = _Reached(path)
@@ -137,9 +146,17 @@ def _main(path: Path, arguments: Sequence[str]) -> int:
     return int(status)
 
 
+def _leave(path: Path) -> None:
+    """End the process if its status is written; freeing all modules would take most of a second."""
+    if path.read_text(encoding="utf-8").startswith(_ENDED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 if __name__ == "__main__":
     signal.set_wakeup_fd(int(sys.argv[1]), warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     # As for ``python -m pytest``: a kernel may be given as package.module:name.
     sys.path.insert(0, os.getcwd())
     sys.exit(_main(Path(sys.argv[2]), sys.argv[3:]))

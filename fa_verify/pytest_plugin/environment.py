@@ -1,4 +1,4 @@
-"""Set up the process of a run: one GPU and one thread per worker; without a GPU, the interpreter.
+"""Set up the process of a run: one GPU and one thread; without a GPU, the interpreter.
 
 Import this module before torch, NumPy and Triton, which read the environment only once.
 """
@@ -14,8 +14,7 @@ from fa_verify.properties.execution import workers
 __all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU", "WITHOUT_TRITON"]
 
 workers.pin(os.environ)
-if os.environ.get("PYTEST_XDIST_WORKER"):
-    workers.keep_to_one_thread(os.environ)
+workers.keep_to_one_thread(os.environ)
 # Triton's default for fusing multiply and add differs between versions.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 

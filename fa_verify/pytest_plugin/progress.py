@@ -1,7 +1,8 @@
 """A pytest plugin that prints how far a run is, and how long it will still take.
 
 The time left is that of the tests that have not ended, shared by the workers. A test is expected to
-take as long as the other tests of its function and one like the mean did on average.
+take its cost, in the seconds that other tests took for theirs, if as many tests of its file run as
+before. That counts like one more test of its function.
 """
 
 from __future__ import annotations
@@ -10,13 +11,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fa_verify.pytest_plugin.regression_files import is_regression
-from fa_verify.pytest_plugin.turns import full_name, is_long
 
 __all__ = ["Estimate", "Progress", "clock"]
 
@@ -24,8 +21,16 @@ __all__ = ["Estimate", "Progress", "clock"]
 ON_A_TERMINAL, IN_A_LOG = 3.0, 10.0
 # A test that takes fewer seconds than this was skipped.
 SKIPPED = 0.05
-# The least number of tests from which the time of others is estimated.
-LEAST = 5
+# The times of tests that run, relative to each other, by a part of their names.
+COSTS = {
+    "test_claim[": 2.0,
+    "test_declared.py": 1.0,
+    "test_memory.py": 1.5,
+    "test_tiles.py": 2.0,
+    "test_quick.py": 1.0,
+    "test_regression": 3.0,
+}
+OTHER_COST = 0.2
 
 
 class Estimate:
@@ -33,19 +38,19 @@ class Estimate:
 
     Args:
         workers: Number of processes that run tests.
-        root: Folder to which the ids of tests are relative.
     """
 
-    def __init__(self, workers: int, root: Path) -> None:
+    def __init__(self, workers: int) -> None:
         self.left: dict[str, None] = {}
         self.total = 0
         self._workers = workers
-        self._root = root
-        self._took: dict[str, list[float]] = defaultdict(list)
-        # The time of tests that are a sample of those to come.
-        self._sample: list[float] = []
-        self._warm = 0
         self._started: dict[str, float] = {}
+        self._warm = 0
+        # Seconds and costs of the tests that ran; a second for a cost of 1 before there are any.
+        self._seconds = self._costs = 1.0
+        # Whether each test ran, by file, and the seconds of tests by function.
+        self._ran: dict[str, list[bool]] = defaultdict(list)
+        self._took: dict[str, list[float]] = defaultdict(list)
 
     def collected(self, tests: Sequence[str]) -> None:
         """Note the ids of all tests. Later calls, by other workers, change nothing."""
@@ -62,24 +67,29 @@ class Estimate:
         if test not in self.left:
             return
         del self.left[test]
-        if seconds > SKIPPED and self._warm < self._workers:
+        runs = seconds > SKIPPED
+        self._ran[_file(test)].append(runs)
+        if runs and self._warm < self._workers:
             # The first test of a process waits for imports and caches.
             self._warm += 1
             return
+        if runs:
+            self._seconds += seconds
+            self._costs += _cost(test)
         self._took[_function(test)].append(seconds)
-        name = full_name(test, self._root)
-        if not (is_long(name) or is_regression(name)):
-            self._sample.append(seconds)
 
     def seconds(self, now: float) -> float | None:
-        """Return the expected seconds to the end; None while too few tests have ended."""
-        if len(self._sample) < LEAST or max(self._sample) < SKIPPED:
+        """Return the expected seconds to the end; None while no test has ended."""
+        if not self._ran:
             return None
-        mean = sum(self._sample) / len(self._sample)
+        of_all = [runs for of_file in self._ran.values() for runs in of_file]
+        share = (sum(of_all) + 1) / (len(of_all) + 1)
         total = longest = 0.0
         for test in self.left:
-            took = self._took.get(_function(test), ())
-            expected = (sum(took) + mean) / (len(took) + 1)
+            ran, took = self._ran.get(_file(test), ()), self._took.get(_function(test), ())
+            runs = (sum(ran) + share) / (len(ran) + 1)
+            expected = runs * _cost(test) * self._seconds / self._costs
+            expected = (sum(took) + expected) / (len(took) + 1)
             if test in self._started:
                 passed = now - self._started[test]
                 # A test that takes longer than expected may last as long again.
@@ -95,7 +105,7 @@ class Progress:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         workers = getattr(config.option, "numprocesses", None) or 1
-        self.estimate = Estimate(workers, config.rootpath)
+        self.estimate = Estimate(workers)
         self.failed = 0
         self.started = time.monotonic()
         self._took: dict[str, float] = defaultdict(float)
@@ -164,6 +174,14 @@ def clock(seconds: float) -> str:
     """Return minutes and seconds, as "1:05"."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _cost(test: str) -> float:
+    return next((cost for name, cost in COSTS.items() if name in test), OTHER_COST)
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _function(test: str) -> str:

@@ -47,7 +47,6 @@ from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
 from fa_verify.pytest_plugin.progress import Progress
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
-from fa_verify.pytest_plugin.report.plugin import RunReport
 from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
 from fa_verify.pytest_plugin.waivers import Waivers
@@ -185,7 +184,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if _shows_progress(config):
         config.pluginmanager.register(Progress(config), "progress")
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
-    config.pluginmanager.register(RunReport(config, summary.tally), "report")
+    if config.getoption("--fa-report") is not None:
+        from fa_verify.pytest_plugin.report.plugin import RunReport
+
+        config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")
     # No timeout for a test: the watchdog limits the time of each problem.
     if profile == "fuzz":

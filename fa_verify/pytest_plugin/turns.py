@@ -12,7 +12,7 @@ from pathlib import Path
 from fa_verify.pytest_plugin.regression_files import FORMS, is_regression
 from fa_verify.session import CONFORMANCE
 
-__all__ = ["LONGEST", "full_name", "is_long", "turn"]
+__all__ = ["LONGEST", "full_name", "turn"]
 
 # Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, all rows of
 # long sequences take up to 30 s, and caches and score modifications, whose kernels no other test
@@ -46,11 +46,6 @@ SAMPLE = 12
 def full_name(test: str, root: Path) -> str:
     """Return a test id with the folder of its file, which ids of the command fa-verify lack."""
     return f"{CONFORMANCE.name}/{test}" if root == CONFORMANCE else test
-
-
-def is_long(test: str) -> bool:
-    """Return whether a test takes long, by its full name."""
-    return _place(test) < len(LONGEST)
 
 
 def turn(test: str) -> tuple[bool, bool, int, int]:

@@ -64,10 +64,11 @@ def pin(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_to_one_thread(environ: MutableMapping[str, str]) -> None:
-    """Set OMP_NUM_THREADS to 1 unless it is set, for processes that share a machine's CPUs.
+    """Set OMP_NUM_THREADS to 1 unless it is set.
 
-    With more threads, one process would busy-wait for CPUs that other processes use. torch and
-    NumPy's OpenBLAS read the variable when they are imported.
+    Products of small matrices busy-wait for the other threads, whose CPUs other processes may use.
+    A replay has as many threads as the worker that found its problem, and so the same bits. torch
+    and NumPy's OpenBLAS read the variable when they are imported.
     """
     environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from fa_verify.conformance_process import Status
-from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
@@ -166,6 +165,7 @@ class Causes:
         The causes are stored without a name before, so that an interrupt leaves them. The problem
         that first failed is left out: another fault may show there too.
         """
+        from fa_verify.diagnosis.explain import diagnose
 
         def run(other: Problem) -> AttentionTrial | None:
             with runner.watching(other):

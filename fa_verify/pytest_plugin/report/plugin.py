@@ -42,23 +42,22 @@ class RunReport:
         given = config.getoption("--fa-report")
         self.config = config
         self.tally = tally
-        self.folder = None if given is None else Path(given)
+        self.folder = Path(given)
         self.started = time.time()
         self.reports: list[pytest.TestReport] = []
         self.said = ""
         self._maps = 0
-        if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise pytest.UsageError(f"--fa-report: {given}: {error.strerror}") from None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise pytest.UsageError(f"--fa-report: {given}: {error.strerror}") from None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> Iterator[None]:
         """Attach the findings of a failing test to its report."""
         report = yield
         error = call.excinfo.value if call.excinfo else None
-        if self.folder is not None and isinstance(error, Violation):
+        if isinstance(error, Violation):
             report.findings = [_record(finding) for finding in error.findings]
             mapped = next((x for x in error.findings if x.heat is not None), None)
             if mapped is not None and self._maps < MAPS:
@@ -69,18 +68,14 @@ class RunReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of all tests in the controller."""
-        if self.folder is not None and not hasattr(self.config, "workerinput"):
+        if not hasattr(self.config, "workerinput"):
             self.reports.append(report)
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         """Write the report after all other plugins have finished."""
         yield
-        if (
-            self.folder is None
-            or hasattr(self.config, "workerinput")
-            or self.config.option.collectonly
-        ):
+        if hasattr(self.config, "workerinput") or self.config.option.collectonly:
             return
         record = content.record(
             self.config, self.reports, self.tally, int(session.exitstatus), self.started

@@ -100,6 +100,10 @@ IMPORTED = {
     "exits_at_exit": (
         "import atexit, os\nfrom my import wrong as attention\natexit.register(os._exit, 0)\n"
     ),
+    "prints_at_exit": (
+        "import atexit, sys\nfrom my import right as attention\n"
+        "atexit.register(print, 'end of', sys.argv[0])\n"
+    ),
     "raises_at_import": "raise KeyError('here')\n",
     "breaks_the_oracle": """
 from unittest.mock import Mock
@@ -155,6 +159,7 @@ ENDS = {
     "a crash in this process": ("my.py:crashes", FEW, 1, r"ERROR: .* before their .*signal 11 "),
     "ended in a call": ("my.py:exits", FEW, 3, r"ERROR: .* before their verdict \(status 0\)"),
     "exits at exit": ("exits_at_exit.py:attention", FEW, 1, "FAILED  1 cause, "),
+    "prints at exit": ("prints_at_exit.py:attention", FEW, 0, "^end of .*/conformance_process.py$"),
     "exits at import": (
         "exits_at_import.py:attention", FEW, 2,
         r"cannot be loaded: it ended the process while it was imported \(status 0\)",
@@ -200,8 +205,8 @@ ENDS = {
 }  # fmt: skip
 # pytest alone has another status: a kernel has ended it, or it has read no options yet.
 OF_THE_COMMAND = {
-    "a crash in this process", "ended in a call", "exits at exit", "exits at import",
-    "no such option",
+    "a crash in this process", "ended in a call", "exits at exit", "prints at exit",
+    "exits at import", "no such option",
 }  # fmt: skip
 # Rows for which the command is run beside pytest; the other ones have the same status from it.
 OF_BOTH = {"holds", "an error of the suite", "most problems refused", "no such file"}

@@ -53,7 +53,7 @@ _RUNS, _MORE_RUNS = 3, 9
 _GROWN = 39
 # Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
 _WIDER = 4
-# Seeds with which a problem has to fail for its sizes to be told.
+# Other seeds that all fail if sizes are to be named.
 _SEEDS = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
 _NEAREST = 3
@@ -232,7 +232,7 @@ class Failure:
         outcome = _Outcome([shown], True, first.outputs)
         return self._cause(outcome, runs=(sum(runs), len(runs)))
 
-    # What known causes explain.
+    # The known causes of a problem.
 
     def _known(
         self, problem: Call, causes: list[RootCause], *, note: bool = False
@@ -252,7 +252,7 @@ class Failure:
             if not cause.is_like(outcome.kind, outcome.outputs):
                 continue
             if not cause.features:
-                # What the time did not suffice for may be a feature of it.
+                # A feature that was not tried may be one of it.
                 if not cause.untried and self._fails_plainly(cause, problem):
                     return [cause.number]
                 continue

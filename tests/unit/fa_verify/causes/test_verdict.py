@@ -135,7 +135,7 @@ def test_a_run_that_an_assumption_narrows_does_not_hold():
         ((), "Every problem gives NaN", ""),
         ((Feature("zero size"),), "Sizes of 0 give NaN", "zero_sizes=False"),
         ((Feature("M > N"),), "Problems of M > N give NaN", "m_ne_n=False"),
-        # What a declaration excludes is more than what fails.
+        # The declaration would exclude problems that pass.
         ((Feature("M > N"), Feature("causal")),
          "Problems of M > N give NaN, with a causal mask", ""),
         ((Feature("N above", 16),), "Problems with N > 16 give NaN", ""),

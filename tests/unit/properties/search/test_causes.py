@@ -328,7 +328,7 @@ SHAPES = {
     "G > 4": (lambda out, q, k, v: out * (1 + (q.shape[1] // k.shape[1] > 4)), {"G above": 4}),
     "H > 1": (lambda out, q, k, v: out * (1 + (q.shape[1] > 1)), {"H above": 1}),
     "everything": (lambda out, q, k, v: out * 2, {}),
-    # Of more elements some err, whatever their number is.
+    # Some elements err, more of them in larger tensors.
     "an element": (lambda out, q, k, v: torch.where(out > 0.8, 2 * out, out), {}),
 }  # fmt: skip
 

@@ -63,7 +63,8 @@ def checked(label: Label) -> tuple[list[dict[str, Any]], float, str]:
         ended.cancel()
         lines = record.read_text().splitlines() if record.exists() else []
         seconds = time.monotonic() - begun
-    records = [record for record in map(json.loads, lines) if record["kind"] == "cause"]
+    # The last line of a run that was ended may be a part of one.
+    records = [json.loads(line) for line in lines if '"kind": "cause"' in line and line[-1] == "}"]
     causes = [{key: record[key] for key in RECORDED} for record in records]
     end = f"over {SECONDS} s" if status == -9 else f"status {status}"
     return causes, first or seconds, end
@@ -73,7 +74,8 @@ def conditions(cause: dict[str, Any]) -> list[str]:
     """Return the conditions that a cause prints: those that it needs, and those of its title."""
     needs = re.search(r"; needs (.*?)(?:; |$)", cause["evidence"])
     found = re.split(r", | and ", needs[1]) if needs else []
-    return found + re.findall(IN_TITLES, cause["title"])
+    in_title = (x.lower() for x in re.findall(IN_TITLES, cause["title"], re.IGNORECASE))
+    return found + [x for x in in_title if not any(x in condition for condition in found)]
 
 
 def without_number(condition: str) -> str:
@@ -84,7 +86,7 @@ def names(printed: str, entry: str | list[str], exact: bool) -> bool:
     """Whether a printed condition is one of the alternatives of a label."""
     for word in [entry] if isinstance(entry, str) else entry:
         if word.startswith("~"):
-            if re.search(word[1:], printed):
+            if re.search(word[1:], printed, re.IGNORECASE):
                 return True
         elif printed == word or (not exact and without_number(printed) == without_number(word)):
             return True

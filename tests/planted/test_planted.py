@@ -162,6 +162,12 @@ ALL = dict.fromkeys(("title", "threshold", "dtypes", "declaration"), True)
 
 def test_the_conditions_of_a_cause_are_read():
     assert conditions(CAUSE) == ["N > 17", "grouped heads"]
+    often = {"title": "Fails 2 of 9 times, with ragged lengths", "evidence": "out; fp32"}
+    assert conditions(often) == ["fails 2 of 9", "ragged"]
+    assert conditions(often | {"evidence": "out; needs ragged lengths"}) == [
+        "ragged lengths",
+        "fails 2 of 9",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,20 @@ import torch
 
 from fa_verify.diagnosis.named.entries import variants
 from fa_verify.diagnosis.named.named import Made, Named, Variant
-from fa_verify.diagnosis.named.passes import Case, Computed, Forward, Pass, computed, forward_of
+from fa_verify.diagnosis.named.passes import (
+    Case,
+    Computed,
+    Forward,
+    Pass,
+    computed,
+    forward_of,
+    gradients_of,
+)
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
-from fa_verify.properties.inputs.families import TORCH_DTYPES
+from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
@@ -49,6 +57,8 @@ _MOST = 3
 _TILES = ((16, 16), (32, 32), (64, 64), (128, 128), (128, 64), (64, 32), (32, 16), (16, 32))
 # Pairs above which a problem is not made much larger: an interpreter would take seconds.
 _GROWN = 2**14
+# Softcap, ALiBi, bias and sinks of a problem without score modifications.
+_UNMODIFIED = (None, NO_ALIBI, NO_BIAS, NO_SINKS)
 # The outputs of each pass.
 _OF_PASSES = (("out", "lse"), ("dq",), ("dk", "dv"))
 Candidate = Callable[[Case], "Computed | None"]
@@ -199,6 +209,15 @@ class _Search:
         for other in _resized(shown.problem):
             if survivors and (more := self._seen(other, outputs)) is not None:
                 survivors = self._kept(survivors, more)
+        for other in _plainer(shown.problem):
+            # A constant is fitted to the problems with the features of the failing one.
+            named = [x for x in survivors if isinstance(x.candidate, Variant)]
+            if named and (more := self._seen(other, outputs)) is not None:
+                fitted = [x for x in survivors if isinstance(x.candidate, _Constant)]
+                survivors = self._kept(named, more) + fitted
+        for other in _windowed(shown.problem):
+            if survivors and (more := self._seen(other, outputs)) is not None and more.wrong:
+                survivors = self._kept(survivors, more)
         if len({x.name for x in survivors}) > 1:
             survivors = self._separated(survivors, shown)
         return [x.explanation() for x in _first_of_each(survivors) if x.elements >= _LEAST]
@@ -307,6 +326,7 @@ class _Seen:
         self._form: tuple[Named, int, int, int] | None = None
         self._made: dict[str, Made] = {}
         self._forwards: dict[bool, Forward | None] = {}
+        self._gradients: dict[tuple[str, bool, bool], bool] = {}
 
     def agrees(self, result: Computed) -> bool:
         """Return whether every element of its outputs agrees with a result."""
@@ -325,10 +345,12 @@ class _Seen:
         form = variant.named, variant.form, variant.block_m, variant.block_n
         if form != self._form:
             # Variants that differ in the place alone follow each other.
-            self._form, self._made, self._forwards = form, {}, {}
+            self._form, self._made, self._forwards, self._gradients = form, {}, {}, {}
         passes = variant.passes(self.case, self._made)
         if passes is None:
             return None
+        if not variant.reaches.issuperset(self.wrong_outputs):
+            return False
         # The results of the forward rule most variants out.
         faulty = "forward" in passes
         if faulty not in self._forwards:
@@ -336,8 +358,18 @@ class _Seen:
         forward = self._forwards[faulty]
         if forward is None:
             return False
-        result = computed(self.case, passes, reads=variant.reads, forward=forward)
-        return self.agrees(result)
+        read = forward if variant.reads else self.case.forward
+        return all(self._gradients_agree(x, passes.get(x), read) for x in ("dq", "dkdv"))
+
+    def _gradients_agree(self, name: str, changed: Pass | None, read: Forward) -> bool:
+        """Return whether the subject agrees with the gradients of a pass of the last form."""
+        key = name, changed is None, read is self.case.forward
+        if key not in self._gradients:
+            found = gradients_of(self.case, name, changed, read)
+            self._gradients[key] = all(
+                x.agrees(*found[x.name]) for x in self._outputs if x.name in found
+            )
+        return self._gradients[key]
 
     def _agreeing(self, forward: Forward) -> Forward | None:
         """Return the results of a forward if the subject agrees with them."""
@@ -601,6 +633,35 @@ def _resized(problem: Problem) -> Iterator[Problem]:
             {"N": size + 3, "D": 16, "Dv": 16, "seed": seed + 9},
             {"N": size + 9, "B": problem.B + 1, "seed": seed + 10},
             {"N": size + 9, "H": 2 * problem.H, "Hk": 2 * problem.Hk, "seed": seed + 11},
+        )
+
+
+def _plainer(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem without score modifications, if it has some.
+
+    A fault of something else shows without them too.
+    """
+    if (problem.softcap, problem.alibi, problem.bias, problem.sinks) != _UNMODIFIED:
+        softcap, alibi, bias, sinks = _UNMODIFIED
+        yield from _changed(
+            problem, {"softcap": softcap, "alibi": alibi, "bias": bias, "sinks": sinks}
+        )
+
+
+def _windowed(problem: Problem) -> Iterator[Problem]:
+    """Yield problems with windows that leave no row without a key, if the mask has an edge.
+
+    In the first, all pairs at one distance from the top left lie outside of the window. In the
+    second, there are more rows than keys.
+    """
+    mask, size = problem.mask, max(problem.M, problem.N) + 5
+    if mask.window_left is None and mask.right is None:
+        return
+    for M, N, left, right in ((size, size + 29, 5, 3), (size + 29, size, 5, 33)):
+        plain = dataclasses.replace(mask, causal=False, window_left=left, window_right=right,
+                                    seqlens_q=None, seqlens_k=None)  # fmt: skip
+        yield from _changed(
+            problem, {"M": M, "N": N, "mask": plain, "seed": problem.all_seeds[0] + 12, "seeds": ()}
         )
 
 

@@ -8,8 +8,8 @@ names that are right for a fault were written down before it was diagnosed: in a
 or, for faults on record, in the entries of the dictionary that cite them. The dictionary was made
 from the faults on record, and they measure nothing else than that it is complete.
 
-Mechanical mutants are drawn by a hash of their keys, so that an edit of a kernel leaves the sample
-as it is. Two older samples were drawn by position. Their keys stand in results/cpu/diagnosis.json.
+Mechanical mutants are drawn by a hash of their keys, so that an edit of one function leaves the
+samples of all others as they are.
 
 A mutant that raises, reads out of bounds or passes the problems has no diagnosis. ``--write`` keeps
 the outcomes in results/cpu/diagnosis.json, from which docs/diagnosis.md has its table.
@@ -58,9 +58,8 @@ LISTS = {
     "on record": "faults on record, from which the dictionary was made",
     "independent": "independent mutants",
     "subtle": "subtle faults",
-    "mechanical": "mechanical mutants, a first sample by position",
-    "more mechanical": "mechanical mutants, a second sample by position",
-    "tiles": "one in 4 mutants of masks, tiles and softmax, first diagnosed by the final rules",
+    "tiles": "one in 4 mutants of masks, tiles and softmax",
+    "mechanical": "one in 32 mutants of what else a call runs",
     "eager": "subjects in plain PyTorch",
     "causes": "attention in float64 of the tests of causes",
 }
@@ -72,6 +71,13 @@ _OF_TILES = (
     "common/softmax.py:normalised ", "portable/forward.py:attend ", "portable/dq.py:_accumulate ",
     "portable/dkdv.py:_accumulate ",
 )  # fmt: skip
+# Files whose other functions a call of attention runs, the beginnings of their mutants' keys.
+_OF_CALLS = (
+    "common/", "portable/forward.py", "portable/dq.py", "portable/dq_postprocess.py",
+    "portable/dkdv.py", "portable/bwd_preprocess.py", "portable/combine.py",
+    "portable/classify_blocks.py", "portable/block_lists.py", "launch/portable.py",
+    "launch/sizes.py", "launch/sinks.py", "schedule/block_sparse.py",
+)  # fmt: skip
 # Faults whose diagnosis led to an entry or a rule, or was tried before: they measure nothing.
 _SEEN = (
     "out scaled",
@@ -81,13 +87,10 @@ _SEEN = (
     "reads past the end",
     "unguarded",
     "dq: range of key tiles for a query tile of BLOCK_N rows",
-    "common/seqlen_info.py:sequence drop_operand 3",
-    "common/seqlen_info.py:sequence_of_tile arithmetic 3",
-    "portable/forward.py:attend drop_sign 2",
-    "portable/dq.py:dq_kernel off_by_one 6",
-    "common/tile_ranges.py:visible_tiles drop_operand 23",
-    "portable/forward.py:forward_kernel drop_operand 12",
-    "schedule/block_sparse.py:_lists off_by_one 10",
+    "dq: the scale goes into dS before it is rounded",
+    "common/mask.py:element_mask exchange_name 2",
+    "common/tile_ranges.py:visible_tiles exchange_name 2",
+    "common/tile_ranges.py:visible_tiles exchange_name 33",
 )
 # Checks of values. Others find faults of memory, of calls in a row, or of other results.
 _VALUES = ("T3", "G1", "G2", "G3", "rms", "bias", "limit", "identities", "mask", "counts")
@@ -129,18 +132,14 @@ def drawn(key: str, one_in: int) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % one_in == 0
 
 
-def _mutants(recorded: Sequence[Outcome]) -> Iterator[tuple[str, Mutant]]:
-    """Yields (list, mutant) of those that are not equivalent, given the recorded outcomes."""
+def _mutants() -> Iterator[tuple[str, Mutant]]:
+    """Yields (list, mutant) of those that are not equivalent."""
     made = [x for x in mechanical(sources_of(PACKAGE)) if x.key not in EQUIVALENT]
-    older = {
-        source: {x.name for x in recorded if x.source == source}
-        for source in ("mechanical", "more mechanical")
-    }
-    others = [x for x in made if not any(x.key in keys for keys in older.values())]
+    others = [x for x in made if x.key.startswith(_OF_CALLS) and not x.key.startswith(_OF_TILES)]
     lists: dict[str, Sequence[Mutant]] = {
         "independent": INDEPENDENT, "subtle": SUBTLE, "on record": FAULTS,
-        **{source: [x for x in made if x.key in keys] for source, keys in older.items()},
-        "tiles": [x for x in others if x.key.startswith(_OF_TILES) and drawn(x.key, 4)],
+        "tiles": [x for x in made if x.key.startswith(_OF_TILES) and drawn(x.key, 4)],
+        "mechanical": [x for x in others if drawn(x.key, 32)],
     }  # fmt: skip
     for source, mutants in lists.items():
         kept = (x for x in mutants if not x.equivalent and (x.key or x.name) not in _SEEN)
@@ -260,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     warmed(planned)
     sources = sources_of(PACKAGE)
     recorded = [Outcome(**x) for x in json.loads(RESULTS.read_text(encoding="utf-8"))]
-    mutants = [x for x in _mutants(recorded) if options.only in ("", x[0])]
+    mutants = [x for x in _mutants() if options.only in ("", x[0])]
     works = [partial(_of_mutant, sources, x, pool, planned, options.seconds) for _, x in mutants]
     outcomes: list[Outcome] = []
     # Outcomes of the other lists stay.

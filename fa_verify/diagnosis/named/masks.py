@@ -12,7 +12,7 @@ from fa_verify.diagnosis.named.named import Change, InapplicableError, Named, un
 from fa_verify.diagnosis.named.passes import Pass
 from fa_verify.diagnosis.named.ranges import full, visited
 
-__all__ = ["MASKS", "axes", "finite", "inside", "sees", "window"]
+__all__ = ["MASKS", "axes", "finite", "inside", "sees", "used", "window"]
 
 
 def axes(p: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,6 +77,7 @@ def sees(p: Pass, seen: torch.Tensor) -> bool:
 
 
 def used(p: Pass, seen: torch.Tensor) -> torch.Tensor:
+    """Return the keys that a row of the group sees, bool (B, Hk, N, 1)."""
     x = p.case.problem
     return seen.any(2).view(x.B, x.Hk, x.G, x.N, 1).any(2)
 

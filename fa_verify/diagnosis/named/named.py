@@ -10,7 +10,7 @@ import torch
 
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.named.passes import PASSES, Case, Computed, Pass, computed
-from fa_verify.oracles.outputs import Outputs
+from fa_verify.oracles.outputs import OUTPUTS, Outputs
 
 __all__ = [
     "BACKWARD",
@@ -40,6 +40,7 @@ PLACES = {
     "dk and dv": (("dkdv",), True),
 }
 _ANY = tuple(PLACES)
+_OF_PASS = {"dq": ("dq",), "dkdv": ("dk", "dv")}
 FORWARD = ("forward", "the forward alone")
 BACKWARD = ("backward", "dq", "dk and dv")
 
@@ -124,6 +125,14 @@ class Variant:
     def reads(self) -> bool:
         """Whether the backward reads the results of the faulty forward."""
         return PLACES[self.place][1]
+
+    @property
+    def reaches(self) -> frozenset[str]:
+        """The outputs that the passes with the fault compute or read."""
+        names, reads = PLACES[self.place]
+        if "forward" in names:
+            return frozenset(OUTPUTS if reads else ("out", "lse"))
+        return frozenset(x for name in names for x in _OF_PASS[name])
 
     def passes(self, case: Case, made: dict[str, Made]) -> dict[str, Pass] | None:
         """Return the passes with the fault, by name; None if the fault changes nothing.

@@ -21,7 +21,16 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.softcap import capped, slope
 from fa_verify.properties.inputs.tensors import Inputs
 
-__all__ = ["PASSES", "Case", "Computed", "Forward", "Pass", "computed", "forward_of"]
+__all__ = [
+    "PASSES",
+    "Case",
+    "Computed",
+    "Forward",
+    "Pass",
+    "computed",
+    "forward_of",
+    "gradients_of",
+]
 
 PASSES = ("forward", "dq", "dkdv")
 # The largest float32, in which kernels of other inputs than float64 compute.
@@ -63,6 +72,9 @@ class Pass:
         single: Whether weights below 2**-149 count as 0, as in float32.
         guarded: Whether a row without a visible key is treated apart; (B, H, M, 1) if by row.
         capped_slope: Whether dS is multiplied by the derivative of the softcap.
+        capped: The softcap's argument: "scores", or "dots", which are scaled after it; with
+            "alibi" and "bias" if they are added before.
+        out_of: Changes the out that the forward returns; None leaves it.
         lse_of: Changes the lse that the forward returns; None leaves it.
         rounds: Changes operands of the dots of scores ("s") and dP ("dp").
         lse_factor: Factor on the lse that the backward reads.
@@ -99,6 +111,8 @@ class Pass:
     single: bool = False
     guarded: bool | torch.Tensor = True
     capped_slope: bool = True
+    capped: tuple[str, ...] = ("scores",)
+    out_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     lse_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     rounds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     lse_factor: float = 1.0
@@ -113,16 +127,23 @@ class Pass:
     def scores(self) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return scores (B, H, M, N) with hidden ones replaced, and the softcap's derivative."""
         q, k = self.rounded("s", self.q, self.k)
-        s = q @ k[:, self.head].mT * self.scale
+        s = q @ k[:, self.head].mT
+        s = s if "dots" in self.capped else s * self.scale
         by_dot: torch.Tensor | float = 1.0
+        added = {"bias": self.bias}
+        if self.slopes is not None:
+            added["alibi"] = -self.slopes * self.distance
+        for name, x in added.items():
+            if x is not None and name in self.capped:
+                s = s + x
         if self.softcap is not None:
             # 1 - tanh**2 would cancel: a slope that cancels in a kernel is no fault of another.
             by_dot = slope(s, self.softcap) if self.capped_slope else 1.0
             s = capped(s, self.softcap)
-        if self.slopes is not None:
-            s = s - self.slopes * self.distance
-        if self.bias is not None:
-            s = s + self.bias
+        s = s * self.scale if "dots" in self.capped else s
+        for name, x in added.items():
+            if x is not None and name not in self.capped:
+                s = s + x
         return torch.where(self.seen, s, self.hidden), by_dot
 
     def rounded(self, dot: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -221,26 +242,38 @@ def forward_of(case: Case, passes: Mapping[str, Pass]) -> Forward:
     return _forward(passes["forward"]) if "forward" in passes else case.forward
 
 
-def computed(
-    case: Case, passes: Mapping[str, Pass], *, reads: bool = True, forward: Forward | None = None
-) -> Computed:
+def gradients_of(
+    case: Case, name: str, changed: Pass | None, read: Forward
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the gradients of a pass with their sums of |terms|, by name.
+
+    Args:
+        case: The problem.
+        name: "dq" or "dkdv".
+        changed: The pass; None is the correct one.
+        read: The forward whose out and lse it reads.
+    """
+    wanted = ("dq",) if name == "dq" else ("dk", "dv")
+    if changed is None and read is case.forward:
+        return _of(case.right, *wanted)
+    return _backward(changed or case.plain(name), read, wanted)
+
+
+def computed(case: Case, passes: Mapping[str, Pass], *, reads: bool = True) -> Computed:
     """Return the outputs and sums of |terms| of a computation.
 
     Args:
         case: The problem.
         passes: The passes that differ from the correct ones, by their names in ``PASSES``.
         reads: Whether the backward reads out and lse of this forward; else it reads correct ones.
-        forward: The output of ``forward_of``, if it is known.
     """
-    first = forward or forward_of(case, passes)
+    first = forward_of(case, passes)
     read = first if reads else case.forward
-    rows = keys = None
-    if read is case.forward and passes:
-        # The correct gradients are known.
-        rows = None if "dq" in passes else _of(case.right, "dq")
-        keys = None if "dkdv" in passes else _of(case.right, "dk", "dv")
-    rows = rows or _backward(passes.get("dq") or case.plain("dq"), read, ("dq",))
-    keys = keys or _backward(passes.get("dkdv") or case.plain("dkdv"), read, ("dk", "dv"))
+    if passes:
+        rows, keys = (gradients_of(case, x, passes.get(x), read) for x in ("dq", "dkdv"))
+    else:
+        rows = _backward(case.plain("dq"), read, ("dq",))
+        keys = _backward(case.plain("dkdv"), read, ("dk", "dv"))
     values = Outputs(first.out, first.lse, rows["dq"][0], keys["dk"][0], keys["dv"][0])
     terms = Outputs(first.out_terms, first.lse_terms, rows["dq"][1], keys["dk"][1], keys["dv"][1])
     return Computed(values, terms)
@@ -289,6 +322,8 @@ def _forward(p: Pass) -> Forward:
     out = of_acc @ v / safe * p.factor.get("out", 1.0)
     lse = torch.where(some, pivot + safe.log(), -math.inf).squeeze(3)
     terms = of_acc @ v.abs() / safe, (1 + pivot.abs() + safe.log().abs()).squeeze(3)
+    if p.out_of is not None:
+        out = p.out_of(out)
     if p.lse_of is not None:
         lse = p.lse_of(lse)
         pivot, safe = lse.unsqueeze(3), torch.ones_like(safe)

@@ -37,6 +37,17 @@ def _cap_in_base_2(p: Pass, block_m: int, block_n: int) -> bool:
     return p.softcap is not None
 
 
+def _caps(*what: str) -> Change:
+    """Return a change of what is capped: the dots alone, or the scores with what is added."""
+
+    def change(p: Pass, block_m: int, block_n: int) -> bool:
+        there = {"dots": True, "alibi": p.slopes is not None, "bias": p.bias is not None}
+        p.capped = what
+        return p.softcap is not None and any(there.get(name) for name in what)
+
+    return change
+
+
 def _alibi(make: Callable[[Pass], torch.Tensor]) -> Change:
     def change(p: Pass, block_m: int, block_n: int) -> bool:
         if p.slopes is None:
@@ -54,12 +65,12 @@ def _own_index(p: Pass) -> torch.Tensor:
     return (m - n).abs().double().expand(p.distance.shape)
 
 
-def _bias_times(factor: float) -> Change:
+def _bias_times(factor: Callable[[Pass], float]) -> Change:
     def change(p: Pass, block_m: int, block_n: int) -> bool:
         if p.bias is None:
             return False
-        p.bias = p.bias * factor
-        return True
+        p.bias = p.bias * factor(p)
+        return factor(p) != 1
 
     return change
 
@@ -91,6 +102,10 @@ SCORE_MODS: tuple[Named, ...] = (
     Named("no softcap", "the softcap were ignored", (_without_mod("softcap"),)),
     Named("softcap in base 2", "scores were scaled to base 2 before tanh", (_cap_in_base_2,),
           recorded=("capped scores are scaled to base 2",)),
+    Named("softcap of the sum", "the softcap were applied after ALiBi or the bias were added",
+          (_caps("scores", "alibi"), _caps("scores", "bias"), _caps("scores", "alibi", "bias"))),
+    Named("softcap before the scale", "dots were capped before they were scaled",
+          (_caps("dots"),)),
     Named("ALiBi negated", "ALiBi had the other sign", (_alibi(lambda p: -p.distance),),
           recorded=("ALiBi has the other sign",)),
     Named("ALiBi from the own index", "ALiBi's distance were taken from the row's own index",
@@ -98,10 +113,14 @@ SCORE_MODS: tuple[Named, ...] = (
     Named("ALiBi one too far", "ALiBi's distance were one too large",
           (_alibi(lambda p: p.distance + (p.distance > 0)), _alibi(lambda p: p.distance + 1)),
           recorded=("ALiBi's distance is one too large",)),
+    Named("ALiBi scaled", "ALiBi were multiplied by sm_scale, as the dots are",
+          (_alibi(lambda p: p.distance * p.case.problem.scale),)),
     Named("no ALiBi", "ALiBi were ignored", (_without_mod("slopes"),)),
     Named("bias in base 2", "the bias were in base 2 already",
-          (_bias_times(math.log(2)), _bias_times(math.log2(math.e))),
+          (_bias_times(lambda _: math.log(2)), _bias_times(lambda _: math.log2(math.e))),
           recorded=("the bias is in base 2",)),
+    Named("bias scaled", "the bias were multiplied by sm_scale, as the dots are",
+          (_bias_times(lambda p: p.case.problem.scale),)),
     Named("no bias", "the bias were ignored", (_without_mod("bias"),)),
     Named("no sink", "the sink were ignored", (_without_mod("sink"),),
           recorded=("the sink is left out of the softmax sum",)),

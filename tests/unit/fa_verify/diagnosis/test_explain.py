@@ -40,6 +40,11 @@ def subject_of(fault: str, **declared: object) -> Subject:
             seen = torch.ones_like(seen)
         if fault == "top left" and mask.causal:
             seen = torch.ones_like(seen).tril()
+        if fault == "one distance" and mask.right is not None:
+            # The diagonal of the top left corner stands for all pairs.
+            left = math.inf if mask.window_left is None else mask.window_left
+            inside = -left <= q.shape[2] - k.shape[2] <= mask.right
+            seen = torch.full_like(seen, inside)
         k, v = (x.double() for x in (k, v))
         if fault == "interleaved":
             k, v = (x.repeat(1, groups, 1, 1) for x in (k, v))
@@ -173,6 +178,16 @@ def test_faults_that_no_supported_problem_tells_apart_are_both_listed():
     # A window tells them apart.
     found = diagnose(subject_of("unmasked"), Problem(N=2, M=2, mask=CAUSAL))
     assert [x.name for x in found.explanations] == ["mask ignored"]
+
+
+@pytest.mark.parametrize(
+    ("masks", "names"), [(("causal", "window"), []), (("causal",), ["right edge ignored"])]
+)
+def test_no_mask_is_called_ignored_that_hides_other_keys_of_a_window(masks, names):
+    """One distance for all pairs hides nothing where N >= M, unless a window is shorter."""
+    found = diagnose(subject_of("one distance", masks=masks), Problem(N=2, M=2, mask=CAUSAL))
+    assert [x.name for x in found.explanations][:1] == names
+    assert found.complete
 
 
 def test_a_search_out_of_time_names_nothing():

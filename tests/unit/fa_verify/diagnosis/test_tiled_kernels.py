@@ -25,6 +25,8 @@ def visited(tiles: TileRange, fault: str) -> list[tuple[int, bool]]:
     left_out = {"first tile left out": tiles.lo, "last tile left out": tiles.hi - 1}.get(fault)
     if fault == "edge tiles twice":
         edges *= 2
+    if fault == "early edges left out":
+        edges = [x for x in edges if x >= tiles.full_hi]
     if fault == "full tiles left out":
         full = []
     found = [(x, fault != "unmasked") for x in edges] + [(x, False) for x in full]
@@ -38,13 +40,14 @@ class Passes:
         self.seen = mask.dense(1, 1, M, N)[0, 0]
         self.M, self.N, self.scale, self.faults = M, N, scale, faults
         self.right = M + N if mask.right is None else mask.right
+        self.left = M + N if mask.window_left is None else mask.window_left
 
     def pairs(self, name: str, split: int = 0):
         """Yield (rows, keys, visible pairs) of the tiles that a pass visits."""
-        over_rows, every = name == "dkdv", self.M + self.N
+        over_rows = name == "dkdv"
         sizes = (self.N, self.M) if over_rows else (self.M, self.N)
         blocks = (BLOCK_N, BLOCK_M) if over_rows else (BLOCK_M, BLOCK_N)
-        window = (self.right, every) if over_rows else (every, self.right)
+        window = (self.right, self.left) if over_rows else (self.left, self.right)
         for start in range(0, sizes[0], blocks[0]):
             tiles = TileRange(*visible_tiles.fn(start, *sizes, *window, *blocks))
             if name == "forward":
@@ -109,11 +112,11 @@ class Tiled(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def subject_of(faults: dict[str, str]) -> Subject:
+def subject_of(faults: dict[str, str], masks: tuple[str, ...] = ("causal",)) -> Subject:
     def attention(q, k, v, *, mask, sm_scale):
         return Tiled.apply(q, k, v, Passes(mask, q.shape[2], k.shape[2], sm_scale, faults))
 
-    attention.gqa, attention.masks, attention.dtypes = False, ("causal",), ("fp64",)
+    attention.gqa, attention.masks, attention.dtypes = False, masks, ("fp64",)
     attention.returns_lse, attention.zero_sizes, attention.splits = True, False, SPLITS
     attention.tiles = lambda problem: (BLOCK_M, BLOCK_N)
     return Subject.of(attention, "tiled")
@@ -167,3 +170,12 @@ def test_no_tiles_are_named_where_nothing_is_left():
     nothing.returns_lse, nothing.masks = True, ("window",)
     window = Problem(M=48, N=48, dtype="fp64", mask=Mask(window_left=20, window_right=9))
     assert diagnose(Subject.of(nothing, "nothing"), window, seconds=60).explanations == ()
+
+
+def test_edge_tiles_on_one_side_are_not_called_all_edge_tiles():
+    """The edge tiles of dk and dv under a causal mask lie before the full ones. A window adds some
+    after them."""
+    faults = everywhere("early edges left out")
+    found = diagnose(subject_of(faults, ("causal", "window")), CAUSAL, seconds=60)
+    assert found.explanations == ()
+    assert found.complete

@@ -198,7 +198,7 @@ def far_offsets(trial: AttentionTrial) -> list[Finding]:
     try:
         findings = _with_far(trial, far)
         if findings:
-            # Which of the tensors it is.
+            # Name the one tensor that suffices.
             alone = (_with_far(trial, {name: x}) for name, x in far.items())
             findings = next(filter(None, alone), findings)
     finally:

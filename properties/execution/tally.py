@@ -26,7 +26,7 @@ __all__ = ["EDGES", "Tally", "ratio_text"]
 # Edges of the bins of error/bound, four per decade. Everything below the first edge is one bin.
 EDGES = tuple(10 ** (k / 4) for k in range(-24, 5))
 
-# Judged calls that a process remembers, to see on which of them a later one depends.
+# Judged calls that are kept, as a later call may depend on one of them.
 _REMEMBERED = 4096
 
 

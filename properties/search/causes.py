@@ -70,7 +70,7 @@ class RootCause:
             a fresh process; empty if none was found, None if it fails by itself.
         runs: How many of how many runs of one problem fail, if some do and others do not.
         every: Whether no problem passed in the process that found the cause.
-        untried: Dtypes and features that the time did not suffice to try.
+        untried: Dtypes and features that were not tried, as the time was too short.
         finding: Fields of the finding as plain values, by their names in ``Finding``.
         diagnosis: The named faults that the subject agrees with, as plain values; None if none was
             sought.
@@ -134,12 +134,12 @@ class RootCause:
 
     @property
     def is_hurried(self) -> bool:
-        """Whether the time did not suffice to try all features."""
+        """Whether the time was too short to try all features."""
         return any(x not in DTYPES for x in self.untried)
 
     @property
     def depends_on(self) -> str:
-        """What the failure depends on beside its problem: "chance", "earlier calls", or "" ."""
+        """Return "chance" or "earlier calls", if the failure depends on them, else empty."""
         key = guarantee_of(self.guarantee)
         if self.runs is not None or key == G10.key:
             return "chance"
@@ -200,7 +200,7 @@ def kind_of_finding(finding: Finding) -> str:
     first = guarantee_of(finding.guarantee)
     if finding.raised:
         if finding.guarantee != EXCEPTION:
-            # Which output, what it is and what it needs.
+            # The output, its form, and the form that it needs.
             return f"{finding.guarantee}: {finding.raised.splitlines()[0]}"
         cause = Cause.of(finding)
         return "raises " + " at ".join(filter(None, (cause.output, cause.tile)))

@@ -1,9 +1,9 @@
-"""Find the cause of a failure: what its calls need to fail, and what they do not need.
+"""Find the cause of a failure: the features that its calls need.
 
-A sentence about a failure is a conjecture. It is told if the calls that would refute it were run,
-and did not: a feature is needed if calls without it pass with other values and larger sizes too, a
-threshold if the call below it passes and larger ones fail. What the time did not suffice for is
-listed as not tried.
+A sentence about a failure is a conjecture, which stands as long as no call refutes it. A feature is
+needed if calls without it pass, with other values and larger sizes too. A threshold stands if the
+call below it passes and larger ones fail. A cause lists the features and dtypes that were not
+tried, where the time was too short.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Beyond", "Failure", "Fresh"]
 
-# CPU time to find the cause of a failure, the part of it in which its problem is minimised, and the
-# factor of the time on the clock, which other processes share.
+# CPU time to find the cause of a failure, and the part of it in which its problem is minimised. The
+# time on the clock, which other processes share, has a factor.
 SECONDS, _MINIMISING, _BUSY = 30.0, 15.0, 3.0
 # Runs of a failing problem, and runs in all if the first ones differ.
 _RUNS, _MORE_RUNS = 3, 9

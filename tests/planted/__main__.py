@@ -30,7 +30,7 @@ COLUMNS = ("title", "threshold", "dtypes", "declaration")
 # Conditions that a title has and no list of needs.
 IN_TITLES = r"only after|fails \d+ of \d+|\d+ of \d+ times|offsets past 2\*\*31|ragged|transposed"
 RECORDED = ("title", "evidence", "features", "outputs", "dtypes", "declarations", "if_intended",
-            "smallest", "looks_like", "problem")  # fmt: skip
+            "smallest", "problem")  # fmt: skip
 FIRST_CAUSE = re.compile(r"^1  \S")
 Label = dict[str, Any]
 

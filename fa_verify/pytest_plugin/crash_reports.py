@@ -18,14 +18,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
 from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
-from fa_verify.pytest_plugin.smallest_death import Death, death_of
+
+if TYPE_CHECKING:
+    from fa_verify.pytest_plugin.smallest_death import Death
 
 __all__ = ["CrashReports", "problem_timeout"]
 
@@ -186,6 +188,9 @@ class CrashReports:
         """Describe the smallest call that ends a process at this frame, sought once for each."""
         if record.state == "cuda error" or not record.kernel:
             return ()
+        # A process that reports no death needs no kinds of calls.
+        from fa_verify.pytest_plugin.smallest_death import death_of
+
         of_kind = self._frame, call_from_json(record.problem).kind
         if of_kind not in self._deaths:
             how = record.state if record.state == "hang" else ending

@@ -14,22 +14,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import fa_verify.pytest_plugin.environment  # noqa: F401
+from fa_verify.forks import in_forks
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
+from fa_verify.properties.execution.replay_line import COMMAND, replay_line
 from fa_verify.properties.execution.workers import keep_to_one_thread
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
-
-if TYPE_CHECKING:
-    from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.search.causes import described, difference
+from fa_verify.properties.search.minimize import minimized
+from fa_verify.properties.subjects.loading import load
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.registry import spec_of
 
 __all__ = ["Death", "death_of", "main"]
 
-# Time of the search, and of the imports before it.
-SECONDS, _IMPORTS = 60.0, 60.0
-# Share of the time for the minimiser; the rest is for features.
-_TO_MINIMISE = 2 / 3
+# Time of the search, the minimiser's share of it, and the time of the imports before.
+SECONDS, _TO_MINIMISE, _IMPORTS = 60.0, 2 / 3, 60.0
 # Limit of a call, the one while calls are minimised, and both as a multiple of a plain call's time.
 _LIMIT, _EARLY, _OF_PLAIN = 5.0, 1.0, 5
 
@@ -42,8 +46,6 @@ class Death(NamedTuple):
 
     def explains(self, problem: str) -> bool:
         """Return whether a call, as JSON, has all the features."""
-        from fa_verify.properties.kinds.registry import kind_of
-
         call = call_from_json(problem)
         return all(kind_of(call).holds(x, call) for x in self.features)
 
@@ -68,11 +70,10 @@ def death_of(kernel: str, problem: str, how: str) -> Death:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, _ = process.communicate()
-    # The kernel may print, too.
-    found = said.splitlines()[-1:] if process.returncode == 0 else []
-    if not found:
+    if process.returncode != 0:
         return Death()
-    lines, features = json.loads(found[0])
+    # The kernel may print, too.
+    lines, features = json.loads(said.splitlines()[-1])
     return Death(lines, [Feature(x, tuple(y) if isinstance(y, list) else y) for x, y in features])
 
 
@@ -85,7 +86,7 @@ class _Dead:
 
 
 class _Search:
-    """Calls the kernel in forks, each once."""
+    """Calls the kernel in forks, each call once."""
 
     def __init__(self, subject: Subject, how: str, end: float) -> None:
         self.subject = subject
@@ -96,15 +97,11 @@ class _Search:
 
     def ended(self, call: Call) -> tuple[str, float]:
         """Return how a call ended, and after how many seconds."""
-        from fa_verify.forks import in_forks
-
         (ended,) = in_forks([lambda: _run(self.subject, call)], jobs=1, seconds=self.limit)
         return ended.how, ended.seconds
 
     def dies(self, call: Call) -> bool:
         """Return whether a call dies in the way that is sought; False if no time is left."""
-        from fa_verify.properties.kinds.registry import kind_of
-
         if call not in self._seen:
             late = time.monotonic() > self.end
             if late or kind_of(call).excludes(self.subject, call):
@@ -112,16 +109,8 @@ class _Search:
             self._seen[call] = self.ended(call)[0] == self.ends_as
         return self._seen[call]
 
-    def returns(self, call: Call) -> bool:
-        """Return whether a call returns, which takes at most the limit."""
-        self._seen.setdefault(call, self.ended(call)[0] == self.ends_as)
-        return not self._seen[call]
-
     def smallest(self, call: Call) -> Call:
-        """Minimise a call that dies."""
-        from fa_verify.properties.search.minimize import minimized
-
-        # The minimiser has a shorter limit of time than this search.
+        """Minimise a call that dies, beyond the minimiser's own limit of time."""
         while True:
             found = minimized(call, [_Dead(call)], lambda x: [_Dead(x)] * self.dies(x))
             if found[0].problem == call:
@@ -129,17 +118,15 @@ class _Search:
             call = found[0].problem
 
     def needs(self, call: Call) -> Iterator[tuple[Feature, Call]]:
-        """Yield features of a call, each with one beside it that lacks it and returns."""
-        from fa_verify.properties.kinds.registry import kind_of
-
+        """Yield features of a call, each with a call beside it that lacks it and returns."""
         kind, needed = kind_of(call), []
         for feature in kind.features(call):
             for beside in kind.without(feature, call, self.subject.configs):
-                if kind.excludes(self.subject, beside) or self.end < time.monotonic():
+                has_needed = all(kind.holds(x, beside) for x in needed)
+                if kind.excludes(self.subject, beside) or not has_needed:
                     continue
-                if not all(kind.holds(x, beside) for x in needed):
-                    continue
-                if feature.name != "dtype" and self.returns(beside):
+                is_late = beside not in self._seen and time.monotonic() > self.end
+                if feature.name != "dtype" and not is_late and not self.dies(beside):
                     needed.append(feature)
                     yield feature, beside
                 break
@@ -147,8 +134,6 @@ class _Search:
 
 def _run(subject: Subject, call: Call) -> bool:
     """Run a call; an exception is no death."""
-    from fa_verify.properties.kinds.registry import kind_of
-
     try:
         kind_of(call).run(subject, call)
     except Exception:
@@ -158,8 +143,6 @@ def _run(subject: Subject, call: Call) -> bool:
 
 def _plainest(subject: Subject, call: Call) -> Call:
     """Return the simplest call that the minimiser may reach, without calling the kernel."""
-    from fa_verify.properties.kinds.registry import kind_of
-
     kind = kind_of(call)
     while True:
         simpler = (x for x in kind.reductions(call) if not kind.excludes(subject, x))
@@ -170,38 +153,28 @@ def _plainest(subject: Subject, call: Call) -> Call:
 
 def main(kernel: str, problem: str, how: str) -> Death:
     """Search in this process; see ``death_of``."""
-    import fa_verify.pytest_plugin.environment  # noqa: F401, I001
-
-    # Two seconds that the first call of each fork would take.
+    # The first call of each fork would import it, in two seconds.
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
-    from fa_verify.properties.execution.replay_line import COMMAND, replay_line
-    from fa_verify.properties.search.causes import described, difference
-    from fa_verify.properties.subjects.loading import load
-    from fa_verify.registry import spec_of
 
     # A core file takes longer to write than the search.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     subject, call = load(spec_of(kernel)), call_from_json(problem)
     search = _Search(subject, how, time.monotonic() + SECONDS * _TO_MINIMISE)
     ended, seconds = search.ended(_plainest(subject, call))
-    limit = max(_LIMIT, _OF_PLAIN * seconds * (ended == "returned"))
-    if how == "hang" and ended == "returned":
-        search.limit = max(_EARLY, _OF_PLAIN * seconds)
+    plain = seconds * (ended == "returned")
+    limit, search.limit = max(_LIMIT, _OF_PLAIN * plain), max(_EARLY, _OF_PLAIN * plain)
     if not search.dies(call):
         return Death()
     smallest = search.smallest(call)
     search.end += SECONDS * (1 - _TO_MINIMISE)
     needs = [*search.needs(smallest)]
-    is_late = time.monotonic() > search.end
-    search.limit = limit
+    is_late, search.limit = time.monotonic() > search.end, limit
     if search.ended(smallest)[0] != search.ends_as:
         return Death()  # it was slow
     hard = [x for x, _ in needs if not is_soft(x)] or [x for x, _ in needs]
     about = f"Problems with {' and '.join(map(phrase, hard))}" if hard else "Some problems"
     does = f"do not return within {limit:.0f} s (hang)"
-    if how != "hang":
-        does = f"end the process, which {how}"
-    said = [f"{about} {does}"]
+    said = [f"{about} {does if how == 'hang' else f'end the process, which {how}'}"]
     if needs:
         said.append(f"  needs {', '.join(phrase(x) for x, _ in needs)}")
     if is_late:

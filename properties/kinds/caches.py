@@ -441,7 +441,8 @@ def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]
     elif name == "appended keys in several pages":
         yield {"page_size": longest, "shared": 0}
         yield {"new": 1}
-        yield from (lengthened(lambda length, more=more: length + more) for more in range(1, size))
+        for more in range(1, size):
+            yield _of_lengths(problem, tuple(length + more for length in lengths))
     elif name == "entries without a key before the append":
         yield lengthened(lambda length: max(length, problem.new + 1))
         yield from ({"new": x} for x in (min(lengths) - 1, 0) if x >= 0)
@@ -456,7 +457,8 @@ def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]
         # They lengthen all entries, too.
         yield from ({"spare": 0, "N": a.N + 1}, {"spare": 0})
     elif name == "entries of different lengths":
-        yield from (lengthened(lambda length, same=same: same) for same in (longest, min(lengths)))
+        for same in (longest, min(lengths)):
+            yield _of_lengths(problem, (same,) * len(lengths))
     elif name == "hidden keys":
         if a.mask.window_left is not None:
             yield {"mask": dataclasses.replace(a.mask, window_left=longest)}

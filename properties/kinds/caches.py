@@ -51,11 +51,8 @@ _PLAIN = ("shared", "spare", "new", "page_size")
 # Features of the attention that come before those of the cache.
 _FIRST = ("zero size", "empty rows", "grouped heads")
 # Features of the attention that say nothing of a call with a cache: it has lengths and no gradient.
-_NOT_OF_CACHES = (
-    "hidden keys", "padded keys", "dirty", "dout", "dlse", "M > N", "M < N", "several entries",
-    "several heads",
-)  # fmt: skip
-_NOT_OF_SIZES = ("N ", "B ", "H ", "G ", "layout of ")
+_NOT_OF_CACHES = ("hidden keys", "padded keys", "dirty", "dout", "dlse", "M > N", "M < N")
+_NOT_OF_SIZES = ("N ", "M or N ", "layout of ")
 # Pairs of rows and keys of which a mask is made to see whether it hides keys.
 _MOST_PAIRS = 2**25
 
@@ -215,12 +212,6 @@ def reductions(problem: CacheProblem) -> Iterator[CacheProblem]:
             for b, length in enumerate(lengths)
             for size in simpler.steps(length)
         ),
-        *(
-            dict.fromkeys(dims, size)
-            for dims in (("D", "Dv"), ("D",), ("Dv",))
-            for size in simpler.steps(max(getattr(a, name) for name in dims))
-            if size > Problem().D
-        ),
     ]
     before = complexity(problem)
     for other in _valid(problem, iter(changes)):
@@ -322,9 +313,6 @@ _SIZES: Mapping[str, Callable[[CacheProblem], int]] = {
     "N": lambda x: max(x.seqlens, default=0),
     "page_size": lambda x: x.page_size,
     "appended keys": lambda x: x.new,
-    "G": lambda x: x.attention.G,
-    "H": lambda x: x.attention.H,
-    "B": lambda x: x.attention.B,
 }
 # Multiples of sizes that kernels take for granted.
 _MULTIPLES: Mapping[str, tuple[int, ...]] = {"N": (16, 32, 64, 128), "page_size": (16,)}
@@ -480,14 +468,8 @@ def _cut(size: str, value: int, problem: CacheProblem) -> Iterator[dict[str, Any
     a = problem.attention
     if size == "N":
         shorter = _of_lengths(problem, tuple(min(length, value) for length in problem.seqlens))
-        yield {**shorter, "N": a.N}
         yield shorter
-    elif size == "B":
-        yield {"B": value, "mask": a.mask.sliced(tuple(range(value)))}
-    elif size == "G":
-        yield {"H": a.Hk * value}
-    elif size == "H":
-        yield from ({"H": value, "Hk": Hk} for Hk in (a.Hk, value, 1))
+        yield {**shorter, "N": a.N}
     else:
         field = "page_size" if size == "page_size" else "new"
         yield from ({field: value}, {field: value, "shared": 0})

@@ -13,8 +13,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import standing_of
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.search import causes, minimize
-from fa_verify.properties.search.causes import Failure, Known, RootCause, described
+from fa_verify.properties.search import failure, minimize
+from fa_verify.properties.search.causes import Known, RootCause, described
+from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.causes.verdict import if_intended, title
@@ -24,7 +25,7 @@ from tests.unit.properties.checks.test_merging_checks import torch_merge
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch):
     """Searches end by themselves on a busy machine, and small tensors need one thread."""
-    monkeypatch.setattr(causes, "SECONDS", 600.0)
+    monkeypatch.setattr(failure, "SECONDS", 600.0)
     monkeypatch.setattr(minimize, "_SECONDS", 600.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -182,7 +183,7 @@ def weighs_late_keys(p):
 # Kernels of caches, a call that fails with much beside what it needs, and the needs.
 CACHES = {
     "rows of a group past the 8th are lost": (
-        loses_rows_of_groups, cache_call(H=32), {"grouped heads": None, "G above": 8},
+        loses_rows_of_groups, cache_call(H=32), {"G above": 8},
     ),
     "keys past the 17th weigh less": (
         with_arguments(lambda x: {**x, "weights": weighs_late_keys}), cache_call(),
@@ -376,7 +377,7 @@ def test_a_fault_of_a_merge_is_one_cause_with_all_that_it_needs(fault):
 # The title and the smallest call of some faults.
 SHOWN = {
     "rows of a group past the 8th are lost": (
-        "Grouped heads give wrong out", "H=9 M=1 N=1 fp32 seqlens_k=(1,)",
+        "Problems with G > 8 give wrong out", "H=9 M=1 N=1 fp32 seqlens_k=(1,)",
     ),
     "the first page is read alone": (
         "Problems with more keys than one page give wrong out, lse",

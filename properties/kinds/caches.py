@@ -452,7 +452,8 @@ def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]
             yield {"mask": dataclasses.replace(a.mask, window_left=longest)}
         yield {"mask": Mask(seqlens_k=lengths)}
     elif name == "a cached prefix":
-        yield lengthened(lambda length: min(length, a.M))
+        # As many rows as keys: fewer keys may lack a threshold of N as well.
+        yield {"M": longest}
     elif name.startswith("N is no multiple of "):
         yield in_whole(int(name.rpartition(" ")[2]))
     elif name.startswith("page_size is no multiple of "):

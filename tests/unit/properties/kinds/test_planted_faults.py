@@ -1,4 +1,4 @@
-"""Each planted fault of a cache or of a merge has one cause: what it needs, and nothing else."""
+"""A planted fault of a cache or of a merge has one cause, with the features that it needs alone."""
 
 from __future__ import annotations
 

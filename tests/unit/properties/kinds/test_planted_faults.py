@@ -223,7 +223,7 @@ CACHES = {
     "the diagonal begins at the top left": (
         with_arguments(lambda x: {**x, "prefix": False}),
         cache_call(mask={"causal": True}, page_size=0),
-        {"causal": None, "right bound": None, "a cached prefix": None},
+        {"causal": None, "right bound": None, "N above": 1},
     ),
     "the window is not read": (
         with_arguments(lambda x: {**x, "window_size": (None, None)}),
@@ -388,7 +388,7 @@ SHOWN = {
         "M=1 N=2 fp32 seqlens_k=(2,) page_size=1 order=descending",
     ),
     "the diagonal begins at the top left": (
-        "Causal masks give wrong out, lse, with a cached prefix",
+        "Causal masks give wrong out, lse",
         "M=1 N=2 fp32 causal and seqlens_k=(2,)",
     ),
     "columns past the 40th are lost": (

@@ -15,14 +15,19 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
 from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
+
+if TYPE_CHECKING:
+    from fa_verify.pytest_plugin.smallest_death import Death
 
 __all__ = ["CrashReports", "problem_timeout"]
 
@@ -87,6 +92,8 @@ class CrashReports:
         self._stop = ""
         # Tests that hung, and were run again.
         self._again: set[str] = set()
+        # The smallest calls that ended workers, by the frame and the kind of call.
+        self._deaths: dict[tuple[str, str], Death] = {}
         # None without xdist.
         self._restarts = getattr(config.option, "maxworkerrestart", MOST_RESTARTS)
         if self._restarts is None:
@@ -164,17 +171,32 @@ class CrashReports:
             said = record.describe()
             if crashitem in self._again and record.state == "hang":
                 said += f"\n  It hung before, with the limit of {self._seconds:g} s."
-        report.longrepr = f"{said}\n{report.longrepr}"
-        # Title the report with the test's name; xdist uses the file's name.
-        report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
         own = (line for line in stack if not line.startswith(_LIBRARIES))
         before, self._frame = self._frame, next(own, next(iter(stack), ""))
+        lines = [] if record is None else self._smallest(record, _ending(node))
+        report.longrepr = "\n".join((*lines, f"{said}\n{report.longrepr}"))
+        # Title the report with the test's name; xdist uses the file's name.
+        report.location = (*report.location[:2], crashitem.partition("::")[2] or crashitem)
         self._died = True
         if self._restarts is None and self._frame and self._frame == before:
             self._stop = (
                 f"two workers in a row ended at {self._frame}; "
                 f"--max-worker-restart={MOST_RESTARTS} runs the other tests"
             )
+
+    def _smallest(self, record: Record, ending: str) -> Sequence[str]:
+        """Describe the smallest call that ends a process at this frame, sought once for each."""
+        if record.state == "cuda error" or not record.kernel:
+            return ()
+        # A process that reports no death needs no kinds of calls.
+        from fa_verify.pytest_plugin.smallest_death import death_of
+
+        of_kind = self._frame, call_from_json(record.problem).kind
+        if of_kind not in self._deaths:
+            how = record.state if record.state == "hang" else ending
+            self._deaths[of_kind] = death_of(record.kernel, record.problem, how)
+        death = self._deaths[of_kind]
+        return death.lines if death.explains(record.problem) else ()
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

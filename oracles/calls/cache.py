@@ -9,7 +9,9 @@ from fa_verify.oracles.calls.of_attention import OfAttention
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 
-__all__ = ["CacheProblem"]
+__all__ = ["PAGE_ORDERS", "CacheProblem"]
+
+PAGE_ORDERS = ("drawn", "ascending", "descending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class CacheProblem(OfAttention):
         new: The last keys of each entry that the call appends.
         shared: The first pages of each entry that all entries share.
         spare: Pages, and places of the table, that no entry uses; of a contiguous cache, entries.
+        order: One of ``PAGE_ORDERS``: how pages, or the entries of a contiguous cache, lie beside
+            the order of the table. The seed gives the one that is drawn.
 
     Raises:
         ValueError: A size is negative, or the fields contradict each other.
@@ -35,6 +39,7 @@ class CacheProblem(OfAttention):
     new: int = 0
     shared: int = 0
     spare: int = 0
+    order: str = "drawn"
 
     def __post_init__(self) -> None:
         mask = self.attention.mask
@@ -43,6 +48,8 @@ class CacheProblem(OfAttention):
         for name in ("page_size", "new", "shared", "spare"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; needs an int >= 0")
+        if self.order not in PAGE_ORDERS:
+            raise ValueError(f"order is {self.order!r}; needs one of {PAGE_ORDERS}")
         least = min(self.before, default=self.attention.N)
         if least < 0:
             raise ValueError(f"new is {self.new}; needs at most the keys of each entry")
@@ -69,6 +76,8 @@ class CacheProblem(OfAttention):
         """Returns the record of the attention, and the other fields as "cache"."""
         fields = ("page_size", "new", "shared", "spare")
         cache = {name: getattr(self, name) for name in fields if getattr(self, name)}
+        if self.order != PAGE_ORDERS[0]:
+            cache["order"] = self.order
         return self.attention.record() | {"cache": cache}
 
     @classmethod

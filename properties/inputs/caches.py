@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,9 @@ from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.stream import uniform
 from fa_verify.properties.inputs.tensors import Inputs, make
 
-__all__ = ["CacheInputs", "UnchangedInputs", "make_cache", "shared_inputs"]
+__all__ = [
+    "CacheInputs", "UnchangedInputs", "is_in_order", "make_cache", "rows_of_entry", "shared_inputs"
+]  # fmt: skip
 
 
 class UnchangedInputs(NamedTuple):
@@ -83,10 +87,46 @@ def shared_inputs(problem: CacheProblem) -> Inputs:
 
 def _numbers(problem: CacheProblem, order: int | None, pages: int) -> list[int]:
     """Returns the number of each page, drawn for an ``order``; None is descending."""
-    if order is None:
+    if order is None or (order == 0 and problem.order == "descending"):
         return list(range(pages))[::-1]
+    if order == 0 and problem.order == "ascending":
+        return list(range(pages))
     drawn = uniform(problem.attention.seed, f"pages {order}", (pages,))
     return [int(i) for i in drawn.argsort()]
+
+
+def _pages(
+    problem: CacheProblem, page_size: int, together: int, order: int | None
+) -> tuple[int, list[list[int]]]:
+    """Returns the number of pages of a cache, and the pages of each entry.
+
+    An entry of a contiguous cache, of ``page_size`` 0, has one page. ``together`` pages are those
+    of all entries.
+    """
+    counts = [-(-length // page_size) if page_size else 1 for length in problem.seqlens]
+    private = [max(0, count - together) for count in counts]
+    pages = sum(private) + together + problem.spare
+    numbers = _numbers(problem, order, pages)
+    starts = accumulate(private, initial=together)
+    return pages, [
+        numbers[: count - own] + numbers[start : start + own]
+        for count, own, start in zip(counts, private, starts, strict=False)
+    ]
+
+
+def rows_of_entry(problem: CacheProblem) -> int:
+    """Returns the rows that an entry of a contiguous cache has."""
+    return problem.attention.N + problem.spare or 1
+
+
+def is_in_order(problem: CacheProblem) -> bool:
+    """Returns whether pages, or entries of a contiguous cache, lie in the order of the table."""
+    size, together = problem.page_size, problem.shared
+    of_call, in_order = (
+        _pages(x, size, together, 0)[1]
+        for x in (problem, dataclasses.replace(problem, order="ascending"))
+    )
+    return of_call == in_order
 
 
 def make_cache(
@@ -110,7 +150,7 @@ def make_cache(
         inputs: The result of ``shared_inputs``.
         page_size: Rows of a page; None takes the problem's.
         new: Keys to append; None takes the problem's. The cache holds all others.
-        order: Selects the order of pages; None is descending.
+        order: Selects the order of pages: 0 is the problem's, and None is descending.
         is_shared: Whether entries share the problem's shared pages.
         fill: Value of all rows that hold no key.
         wild: Value of the places of the table past the last page of an entry.
@@ -119,18 +159,12 @@ def make_cache(
     new = problem.new if new is None else new
     a, seqlens, device = problem.attention, problem.seqlens, inputs.q.device
     is_paged = page_size > 0
-    page_size = page_size or a.N + problem.spare or 1
+    page_size = page_size or rows_of_entry(problem)
     together = problem.shared if is_shared and page_size == problem.page_size else 0
-    counts = [-(-length // page_size) if is_paged else 1 for length in seqlens]
-    pages = sum(max(0, count - together) for count in counts) + together + problem.spare
-    numbers = _numbers(problem, order, pages)
-    places = max(counts, default=0) + problem.spare
-    places_of, taken = [[wild] * (places + 1) for _ in counts], together
-    for of_entry, count in zip(places_of, counts, strict=True):
-        private = max(0, count - together)
-        of_entry[:count] = numbers[: count - private] + numbers[taken : taken + private]
-        taken += private
-    table = torch.tensor(places_of, dtype=torch.int32).view(a.B, places + 1)
+    pages, pages_of = _pages(problem, page_size if is_paged else 0, together, order)
+    places = max(map(len, pages_of), default=0) + problem.spare
+    rows = [x + [wild] * (places + 1 - len(x)) for x in pages_of]
+    table = torch.tensor(rows, dtype=torch.int32).view(a.B, places + 1)
     columns = max(a.D, a.Dv)
     buffer = torch.full(
         (pages, 2, page_size, a.Hk, columns), fill, dtype=inputs.q.dtype, device=device

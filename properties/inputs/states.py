@@ -11,7 +11,7 @@ from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.stream import normal, uniform
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 
-__all__ = ["States", "make_states", "stored_states"]
+__all__ = ["States", "empty_rows", "make_states", "stored_states"]
 
 # The storage order of the axes of (P, B, H, M, Dv), innermost last.
 _ORDERS = {
@@ -118,17 +118,23 @@ def _outs(problem: MergeProblem) -> torch.Tensor:
     return values
 
 
+def empty_rows(problem: MergeProblem) -> torch.Tensor:
+    """Returns the rows of each part that saw no key, (P, B, H, M)."""
+    shape = problem.shape[:4]
+    none = torch.tensor([keys == 0 for keys in problem.parts], dtype=torch.bool).view(-1, 1, 1, 1)
+    empty = none | (uniform(problem.seed, "hidden", shape) < problem.hidden / 16)
+    # Views of one part share the rows that it saw.
+    return empty[:1].expand(shape) if problem.layout == "shared" and len(empty) else empty
+
+
 def make_states(problem: MergeProblem) -> States:
     """Returns the tensors of a problem, in its storage and on its device."""
     shape = problem.shape
     dtype = TORCH_DTYPES[problem.dtype]
     of_lse = torch.float64 if problem.dtype == "fp64" else torch.float32
-    none = torch.tensor([keys == 0 for keys in problem.parts], dtype=torch.bool).view(-1, 1, 1, 1)
-    empty = none | (uniform(problem.seed, "hidden", shape[:4]) < problem.hidden / 16)
-    outs = _outs(problem)
+    outs, empty = _outs(problem), empty_rows(problem)
     if problem.layout == "shared" and len(outs):
-        # Views of one part share the rows that it saw.
-        outs, empty = outs[:1].expand(shape), empty[:1].expand(shape[:4])
+        outs = outs[:1].expand(shape)
     outs = outs.masked_fill(empty[..., None], math.nan).to(dtype)
     lses = _lses(problem, empty).to(of_lse)
     dout = normal(problem.seed, "dout", (1, *shape[1:])).to(dtype)

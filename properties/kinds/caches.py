@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.call import changed
-from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.caches import appended, gathered
@@ -25,11 +26,17 @@ from fa_verify.properties.execution.trial import (
     plan_run,
     run_kvcache,
 )
-from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
+from fa_verify.properties.inputs.caches import (
+    CacheInputs,
+    is_in_order,
+    make_cache,
+    rows_of_entry,
+    shared_inputs,
+)
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.kinds import features as of_attention
 from fa_verify.properties.kinds import reductions as simpler
-from fa_verify.properties.kinds.feature import Feature, present
+from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.subject import Subject
@@ -41,8 +48,13 @@ __all__ = ["CACHE", "CacheTrial", "Result", "expected", "run_cache"]
 # out, and lse if the kernel returns it.
 Result = tuple[torch.Tensor, torch.Tensor | None]
 _PLAIN = ("shared", "spare", "new", "page_size")
+# Features of the attention that come before those of the cache.
+_FIRST = ("zero size", "empty rows", "grouped heads")
 # Features of the attention that say nothing of a call with a cache: it has lengths and no gradient.
-_NOT_OF_CACHES = ("padded keys", "dirty", "dout", "dlse", "M > N", "M < N")
+_NOT_OF_CACHES = ("hidden keys", "padded keys", "dirty", "dout", "dlse", "M > N", "M < N")
+_NOT_OF_SIZES = ("N ", "M or N ", "layout of ")
+# Pairs of rows and keys of which a mask is made to see whether it hides keys.
+_MOST_PAIRS = 2**25
 
 
 @dataclass(frozen=True)
@@ -174,25 +186,37 @@ def excludes(subject: Subject, problem: CacheProblem) -> str | None:
 
 
 def complexity(problem: CacheProblem) -> tuple[float, ...]:
-    """Return a sort key: that of the attention, and the fields of the cache that are not 0."""
+    """Return a sort key: that of the attention with the lengths, and the fields of the cache."""
     sizes, fields, *others = simpler.complexity(problem.attention)
     own = sum(getattr(problem, name) > 0 for name in _PLAIN)
+    is_drawn = problem.order == "drawn"
+    order = 0.5 * (not is_drawn) if is_in_order(problem) else 1 + is_drawn
     rows = problem.new + problem.shared + problem.spare + problem.page_size
-    return sizes, fields + own, *others, rows
+    differ = len({*problem.seqlens}) > 1
+    return sizes + sum(problem.seqlens), fields + own + order + differ, *others, rows
 
 
 def reductions(problem: CacheProblem) -> Iterator[CacheProblem]:
     """Yield calls that are simpler in one field: a plainer cache, then a simpler attention."""
+    a, lengths = problem.attention, problem.seqlens
+    longest = max((*lengths, 1))
     changes: list[dict[str, Any]] = [
         *({name: 0} for name in _PLAIN),
+        *({"order": order} for order in PAGE_ORDERS),
         *({name: size} for name in _PLAIN for size in simpler.steps(getattr(problem, name))),
-        *({"attention": _with_lengths(problem, x)} for x in simpler.reductions(problem.attention)),
+        *({"attention": _with_lengths(problem, x)} for x in simpler.reductions(a)),
+        # All that a cache holds is the length of its longest entry.
+        {"N": longest},
+        *(
+            _of_lengths(problem, (*lengths[:b], size, *lengths[b + 1 :]))
+            for b, length in enumerate(lengths)
+            for size in simpler.steps(length)
+        ),
     ]
-    yield from _valid(problem, iter(changes))
-    # All that a cache holds is the length of its longest entry.
-    longest = max((*problem.seqlens, 1))
-    if longest < problem.attention.N:
-        yield from _valid(problem, iter([{"N": longest}]))
+    before = complexity(problem)
+    for other in _valid(problem, iter(changes)):
+        if complexity(other) < before:
+            yield other
 
 
 def _valid(problem: CacheProblem, changes: Iterator[dict[str, Any]]) -> Iterator[CacheProblem]:
@@ -217,68 +241,239 @@ def _with_lengths(problem: CacheProblem, attention: Problem) -> Problem:
     return dataclasses.replace(attention, mask=mask)
 
 
+def _of_lengths(problem: CacheProblem, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Return the changes that give the entries other lengths, and as many free rows as before."""
+    a = problem.attention
+    new = min((problem.new, *lengths))
+    least = min(lengths, default=0) - new
+    return {
+        "mask": dataclasses.replace(a.mask, seqlens_k=lengths),
+        "N": max(lengths, default=0) + a.N - max(problem.seqlens, default=0),
+        "new": new,
+        "shared": min(problem.shared, least // (problem.page_size or 1)),
+    }
+
+
+def _hides_keys(problem: CacheProblem) -> bool:
+    """Return whether a row sees some of the keys that its entry holds, but not all."""
+    a = problem.attention
+    if not 0 < a.pairs <= _MOST_PAIRS:
+        return False
+    seen = a.mask.dense(a.B, a.H, a.M, a.N)
+    held = torch.arange(a.N) < torch.tensor(problem.seqlens)[:, None]
+    return bool((seen.any(3) & ~(seen | ~held[:, None, None]).all(3)).any())
+
+
+def _places(problem: CacheProblem) -> tuple[int, ...]:
+    """Return the pages that the keys of each entry lie in."""
+    return tuple(-(-length // (problem.page_size or 1)) for length in problem.seqlens)
+
+
+def _has_free_rows(problem: CacheProblem) -> bool:
+    """Return whether a page, or an entry of a contiguous cache, has rows without a key."""
+    if problem.page_size:
+        return any(length % problem.page_size for length in problem.seqlens)
+    return any(length < rows_of_entry(problem) for length in problem.seqlens)
+
+
+def _crosses_pages(problem: CacheProblem) -> bool:
+    """Return whether the new keys of an entry lie in several pages."""
+    size = problem.page_size
+    return size > 0 and any(
+        held // size < (held + problem.new - 1) // size for held in problem.before if problem.new
+    )
+
+
+# Features of the cache. One that implies another, as shared pages do pages, comes first: the other
+# is no need of its own where the first one is.
+_OWN: Mapping[str, Callable[[CacheProblem], bool]] = {
+    "appended keys in several pages": _crosses_pages,
+    "entries without a key before the append": lambda x: x.new > 0 and 0 in x.before,
+    "appended keys": lambda x: x.new > 0,
+    "entries of different lengths": lambda x: len({*x.seqlens}) > 1,
+    "pages out of order": lambda x: x.page_size > 0 and not is_in_order(x),
+    "entries out of order": lambda x: x.page_size == 0 and not is_in_order(x),
+    "shared pages": lambda x: x.shared > 0,
+    "pages whose size is no power of two": lambda x: x.page_size & (x.page_size - 1) > 0,
+    "unused places of the page table": lambda x: (
+        x.page_size > 0 and (x.spare > 0 or len({*_places(x)}) > 1)
+    ),
+    "unused entries": lambda x: x.spare > 0 and x.page_size == 0,
+    "free rows": _has_free_rows,
+    "more keys than one page": lambda x: max(_places(x), default=0) > 1 and x.page_size > 0,
+    "pages": lambda x: x.page_size > 0,
+    # The others follow the parts of the mask.
+    "a cached prefix": lambda x: (
+        x.attention.mask.right is not None and max(x.seqlens, default=0) > x.attention.M
+    ),
+    "hidden keys": _hides_keys,
+}
+# Sizes of which features are thresholds. Others are those of the attention.
+_SIZES: Mapping[str, Callable[[CacheProblem], int]] = {
+    "N": lambda x: max(x.seqlens, default=0),
+    "page_size": lambda x: x.page_size,
+    "appended keys": lambda x: x.new,
+}
+# Multiples of sizes that kernels take for granted.
+_MULTIPLES: Mapping[str, tuple[int, ...]] = {"N": (16, 32, 64, 128), "page_size": (16,)}
+
+
 def features(problem: CacheProblem) -> list[Feature]:
     """Return the features of a call: those of the cache, and of its attention."""
+    attention = [x for x in of_attention.features_of(problem.attention) if _is_of_caches(x)]
+    own = [x for x in map(Feature, _OWN) if x.name not in ("a cached prefix", "hidden keys")]
+    hidden = [Feature("hidden keys")]
+    # A single row sees all keys but those that a window hides.
+    first, last = ([], hidden) if problem.attention.M == 1 else (hidden, [])
     found = [
-        ("pages", problem.page_size > 0),
-        ("appended keys", problem.new > 0),
-        ("shared pages", problem.shared > 0),
+        *(x for x in attention if x.name in _FIRST),
+        *own,
+        *first,
+        *(x for x in attention if x.name not in _FIRST),
+        Feature("a cached prefix"),
+        *last,
     ]
-    longest = max(problem.seqlens, default=0)
-    rows = problem.page_size
-    attention = [
-        x
-        for x in of_attention.features_of(problem.attention)
-        if x.name not in _NOT_OF_CACHES and not x.name.startswith(("N ", "layout of "))
-    ]
-    return [
-        *(Feature(name) for name, holds in found if holds),
-        *attention,
-        *([Feature("N above", longest - 1)] if longest > 1 else []),
-        *([Feature("page_size above", rows - 1)] if rows > 1 else []),
-        *([Feature("appended keys above", problem.new - 1)] if problem.new > 1 else []),
-    ]
+    for size, number in _SIZES.items():
+        found += [Feature(f"{size} above", number(problem) - 1)]
+        found += [Feature(f"{size} is no multiple of {x}") for x in _MULTIPLES.get(size, ())]
+    return [x for x in found if holds(x, problem)]
+
+
+def _is_of_caches(feature: Feature) -> bool:
+    """Return whether a feature of the attention says something of a call with a cache."""
+    name = feature.name
+    return name not in _NOT_OF_CACHES and not name.startswith(_NOT_OF_SIZES)
 
 
 def holds(feature: Feature, problem: CacheProblem) -> bool:
     """Return whether a call has a feature."""
-    return present(feature, problem, features)
+    name, value = feature
+    if name in _OWN:
+        return _OWN[name](problem)
+    size, _, rest = name.rpartition(" is no multiple of ")
+    if size in _MULTIPLES:
+        numbers = problem.seqlens if size == "N" else (problem.page_size,)
+        return any(number % int(rest) for number in numbers)
+    size = name.removesuffix(" above")
+    if size in _SIZES:
+        assert isinstance(value, int)
+        return _SIZES[size](problem) > value >= 1
+    return of_attention.holds(feature, problem.attention)
 
 
 def without(
     feature: Feature, problem: CacheProblem, configs: Iterable[str] = ()
 ) -> Iterator[CacheProblem]:
     """Yield calls without a feature that a call has, nearest first."""
-    name, value = feature
-    changes: list[dict[str, Any]]
-    if name == "pages":
-        changes = [{"page_size": 0, "shared": 0}]
-    elif name == "appended keys":
-        changes = [{"new": 0}]
-    elif name == "shared pages":
-        changes = [{"shared": 0}]
-    elif name in ("page_size above", "appended keys above"):
-        field = "page_size" if name.startswith("page") else "new"
-        changes = [{field: value}, {field: value, "shared": 0}]
-    elif name == "N above":
-        assert isinstance(value, int)
-        lengths = tuple(min(length, value) for length in problem.seqlens)
-        mask = dataclasses.replace(problem.attention.mask, seqlens_k=lengths)
-        changes = [
-            {"mask": mask},
-            {"mask": mask, "N": value, "shared": 0, "new": min((problem.new, *lengths))},
-        ]
+    name = feature.name
+    if name in _OWN or name.partition(" is no multiple")[0].removesuffix(" above") in _SIZES:
+        changes = _changes(feature, problem)
+    elif name == "D != Dv":
+        # The larger first: the smaller one may lack a threshold as well.
+        dims = problem.attention.D, problem.attention.Dv
+        changes = (dict.fromkeys(("D", "Dv"), size) for size in sorted(dims, reverse=True))
     else:
-        changes = [
+        changes = (
             {"attention": _with_lengths(problem, x)}
             for x in of_attention.without(feature, problem.attention, configs)
-        ]
-        if name == "empty rows":
-            full = tuple(length or 1 for length in problem.seqlens)
-            changes.append({"mask": Mask(seqlens_k=full)})
+        )
+    if name == "empty rows":
+        full = tuple(length or 1 for length in problem.seqlens)
+        mask = Mask(seqlens_k=full)
+        changes = chain(changes, [{"mask": mask}, {"mask": mask, "N": max(full, default=1)}])
+    elif name in ("window left", "right bound"):
+        changes = chain(changes, _hiding_otherwise(name, problem))
     for other in _valid(problem, iter(changes)):
         if not holds(feature, other):
             yield other
+
+
+def _hiding_otherwise(name: str, problem: CacheProblem) -> Iterator[dict[str, Any]]:
+    """Yield masks of two rows and keys at least that hide keys by other means than the named."""
+    lengths = tuple(max(2, length) for length in problem.seqlens)
+    mask = Mask(causal=True) if name == "window left" else Mask(window_left=0)
+    of_call = _of_lengths(problem, lengths)
+    yield {
+        **of_call, "M": max(2, problem.attention.M),
+        "mask": dataclasses.replace(mask, seqlens_k=lengths),
+    }  # fmt: skip
+
+
+def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]]:
+    """Yield changes that may remove a feature of the cache, smallest change first."""
+    name, value = feature
+    a, lengths, size = problem.attention, problem.seqlens, problem.page_size
+    longest = max(lengths, default=0)
+
+    def lengthened(change: Callable[[int], int]) -> dict[str, Any]:
+        return _of_lengths(problem, tuple(map(change, lengths)))
+
+    def in_whole(rows: int) -> dict[str, Any]:
+        """The lengths as multiples of a number of rows."""
+        return lengthened(lambda length: -(-length // rows) * rows)
+
+    if name == "pages":
+        yield {"page_size": 0, "shared": 0}
+    elif name == "shared pages":
+        yield {"shared": 0}
+    elif name == "more keys than one page":
+        yield {"page_size": longest, "shared": 0}
+        yield lengthened(lambda length: min(length, size))
+    elif name in ("pages out of order", "entries out of order"):
+        yield {"order": "ascending"}
+    elif name == "pages whose size is no power of two":
+        power = 1 << size.bit_length()
+        yield from ({"page_size": x, "shared": 0} for x in (power, power // 2))
+    elif name == "appended keys":
+        yield {"new": 0}
+    elif name == "appended keys in several pages":
+        yield {"page_size": longest, "shared": 0}
+        yield {"new": 1}
+        for more in range(1, size):
+            yield _of_lengths(problem, tuple(length + more for length in lengths))
+    elif name == "entries without a key before the append":
+        yield lengthened(lambda length: max(length, problem.new + 1))
+        yield from ({"new": x} for x in (min(lengths) - 1, 0) if x >= 0)
+    elif name == "free rows" and size:
+        yield in_whole(size)
+        yield {"page_size": 1, "shared": 0}
+    elif name == "free rows":
+        yield {**lengthened(lambda length: longest), "N": longest, "spare": 0}
+    elif name == "unused places of the page table":
+        yield {**lengthened(lambda length: longest), "spare": 0}
+    elif name == "unused entries":
+        # They lengthen all entries, too.
+        yield from ({"spare": 0, "N": a.N + 1}, {"spare": 0})
+    elif name == "entries of different lengths":
+        for same in (longest, min(lengths)):
+            yield _of_lengths(problem, (same,) * len(lengths))
+    elif name == "hidden keys":
+        if a.mask.window_left is not None:
+            yield {"mask": dataclasses.replace(a.mask, window_left=longest)}
+        yield {"mask": Mask(seqlens_k=lengths)}
+    elif name == "a cached prefix":
+        # As many rows as keys: fewer keys may lack a threshold of N as well.
+        yield {"M": longest}
+    elif name.startswith("N is no multiple of "):
+        yield in_whole(int(name.rpartition(" ")[2]))
+    elif name.startswith("page_size is no multiple of "):
+        multiple = int(name.rpartition(" ")[2])
+        yield {"page_size": -(-size // multiple) * multiple, "shared": 0}
+    else:
+        assert isinstance(value, int)
+        yield from _cut(name.removesuffix(" above"), value, problem)
+
+
+def _cut(size: str, value: int, problem: CacheProblem) -> Iterator[dict[str, Any]]:
+    """Yield changes that lower a size to a value."""
+    a = problem.attention
+    if size == "N":
+        shorter = _of_lengths(problem, tuple(min(length, value) for length in problem.seqlens))
+        yield shorter
+        yield {**shorter, "N": a.N}
+    else:
+        field = "page_size" if size == "page_size" else "new"
+        yield from ({field: value}, {field: value, "shared": 0})
 
 
 CACHE = Kind(draw, excludes, run, reductions, complexity, features, holds, without)

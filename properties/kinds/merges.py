@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from fa_verify.oracles.problem import DTYPES
 from fa_verify.oracles.reference.merging import Merged, merged
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.trial import Judged, SubjectError, Trial, run_states
-from fa_verify.properties.inputs.states import States, make_states
-from fa_verify.properties.kinds.feature import Feature, present
+from fa_verify.properties.inputs.states import States, empty_rows, make_states
+from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.kinds.reductions import steps
 from fa_verify.properties.problems.merges import merges
@@ -288,14 +288,14 @@ def complexity(problem: MergeProblem) -> tuple[float, ...]:
     """Return a sort key: sizes first, then the fields that differ from their default."""
     sizes = (problem.B, problem.H, problem.M, problem.Dv)
     fields = (getattr(problem, name) != getattr(_DEFAULT, name) for name in _PLAIN)
-    # A part without keys is a feature.
+    # A part without keys is a feature, and plainer than one that hides all rows by chance.
     keys = sum(keys or 1 for keys in problem.parts)
-    return sum(sizes) + len(problem.parts), sum(fields) + 0.5 * problem.parts.count(0), keys
+    return sum(sizes) + len(problem.parts), sum(fields) + 0.1 * problem.parts.count(0), keys
 
 
 def reductions(problem: MergeProblem) -> Iterator[MergeProblem]:
     """Yield merges that are simpler in one field: fewer parts, plain fields, smaller sizes."""
-    parts = problem.parts
+    parts, before = problem.parts, complexity(problem)
     changes: list[dict[str, Any]] = [
         *({"parts": parts[:count]} for count in (1, 2) if len(parts) > count),
         *({"parts": (*parts[:p], *parts[p + 1 :])} for p in range(len(parts)) if len(parts) > 1),
@@ -303,68 +303,127 @@ def reductions(problem: MergeProblem) -> Iterator[MergeProblem]:
         *({name: size} for name in _SIZES for size in steps(getattr(problem, name))),
         *({"parts": (*parts[:p], 1, *parts[p + 1 :])} for p, keys in enumerate(parts) if keys != 1),
     ]
+    if problem.hidden:
+        whole = empty_rows(problem).flatten(1).all(1).tolist()
+        kept = tuple(keys * (not empty) for keys, empty in zip(parts, whole, strict=True))
+        changes.insert(0, {"parts": kept, "hidden": 0})
     for change in changes:
         simpler = dataclasses.replace(problem, **change)
-        if simpler != problem:
+        if simpler != problem and complexity(simpler) < before:
             yield simpler
+
+
+def _has_empty_rows(problem: MergeProblem) -> bool:
+    return bool(empty_rows(problem).all(0).any())
+
+
+def _has_partly_empty_parts(problem: MergeProblem) -> bool:
+    empty = empty_rows(problem).flatten(1)
+    return bool((empty.any(1) & ~empty.all(1)).any())
+
+
+# Features of the states. One that implies another comes first: the other is no need of its own
+# where the first one is.
+_PREDICATES: Mapping[str, Callable[[MergeProblem], bool]] = {
+    "no parts": lambda x: not x.parts,
+    "B or M of 0": lambda x: 0 in (x.B, x.M),
+    "parts without keys in some rows alone": _has_partly_empty_parts,
+    "empty rows": _has_empty_rows,
+    "parts without keys": lambda x: bool(empty_rows(x).any()),
+    "parts that are not contiguous": lambda x: x.layout != "parts",
+    "gradients that are not contiguous": lambda x: x.dout_layout != "parts",
+}
+# Sizes of which features are thresholds, and multiples that kernels take for granted.
+_NUMBERS: Mapping[str, Callable[[MergeProblem], int]] = {
+    "parts": lambda x: len(x.parts), "B": lambda x: x.B, "H": lambda x: x.H, "M": lambda x: x.M,
+    "Dv": lambda x: x.Dv,
+}  # fmt: skip
+_MULTIPLES = {"Dv": 16}
+_FAMILIES = {"lse family": "lse", "out family": "out"}
 
 
 def features(problem: MergeProblem) -> list[Feature]:
     """Return the features of a merge."""
     found = [
-        ("no parts", not problem.parts),
-        ("B or M of 0", 0 in (problem.B, problem.M)),
-        ("parts without keys", 0 in problem.parts),
-        ("parts that saw nothing in some rows", problem.hidden > 0),
-        ("parts that are not contiguous", problem.layout != "parts"),
-        ("gradients that are not contiguous", problem.dout_layout != "parts"),
-        ("several entries", problem.B > 1),
-        ("several heads", problem.H > 1),
-    ]
-    sizes = {"parts": len(problem.parts), "M": problem.M, "Dv": problem.Dv}
-    families = {"lse family": problem.lse, "out family": problem.out}
-    return [
-        *(Feature(name) for name, holds in found if holds),
+        *map(Feature, _PREDICATES),
         Feature("dtype", (problem.dtype,)),
-        *(Feature(name, (x,)) for name, x in families.items() if x != "normal"),
-        *(Feature(f"{name} above", size - 1) for name, size in sizes.items() if size > 1),
+        *(Feature(name, (getattr(problem, field),)) for name, field in _FAMILIES.items()),
+        *(Feature(f"{name} above", number(problem) - 1) for name, number in _NUMBERS.items()),
+        *(Feature(f"{name} is no multiple of {x}") for name, x in _MULTIPLES.items()),
     ]
+    return [x for x in found if holds(x, problem)]
 
 
 def holds(feature: Feature, problem: MergeProblem) -> bool:
     """Return whether a merge has a feature."""
-    return present(feature, problem, features)
+    name, value = feature
+    if name in _PREDICATES:
+        return _PREDICATES[name](problem)
+    if name == "dtype":
+        return isinstance(value, tuple) and problem.dtype in value
+    if name in _FAMILIES:
+        return bool(getattr(problem, _FAMILIES[name]) != "normal")
+    size, _, rest = name.partition(" ")
+    number = _NUMBERS[size](problem)
+    if rest == "above":
+        assert isinstance(value, int)
+        return number > value >= 1
+    return number % _MULTIPLES[size] > 0
 
 
 def without(
     feature: Feature, problem: MergeProblem, configs: Iterable[str] = ()
 ) -> Iterator[MergeProblem]:
     """Yield merges without a feature that a merge has, nearest first."""
-    parts, value = problem.parts, feature.value
-    changes: dict[str, list[dict[str, Any]]] = {
-        "no parts": [{"parts": (1,)}, {"parts": (1, 1)}],
-        "B or M of 0": [{name: max(1, getattr(problem, name)) for name in ("B", "M")}],
-        "parts without keys": [
-            {"parts": tuple(keys or 1 for keys in parts)},
-            {"parts": tuple(keys for keys in parts if keys)},
-        ],
-        "parts that saw nothing in some rows": [{"hidden": 0}],
-        "parts that are not contiguous": [{"layout": "parts"}],
-        "gradients that are not contiguous": [{"dout_layout": "parts"}],
-        "several entries": [{"B": 1}],
-        "several heads": [{"H": 1}],
-        "dtype": [{"dtype": dtype} for dtype in DTYPES],
-        "lse family": [{"lse": "normal"}],
-        "out family": [{"out": "normal"}],
-    }
-    if feature.name.endswith(" above"):
+    for change in _changes(feature, problem):
+        other = dataclasses.replace(problem, **change)
+        if not holds(feature, other):
+            yield other
+
+
+def _changes(feature: Feature, problem: MergeProblem) -> Iterator[dict[str, Any]]:
+    """Yield changes that may remove a feature, smallest change first."""
+    name, value = feature
+    parts = problem.parts
+    with_keys = tuple(keys or 1 for keys in parts)
+    if name == "no parts":
+        yield from ({"parts": (1,)}, {"parts": (1, 1)})
+    elif name == "B or M of 0":
+        yield {field: max(1, getattr(problem, field)) for field in ("B", "M")}
+    elif name == "parts without keys":
+        yield {"parts": with_keys, "hidden": 0}
+        yield {"parts": tuple(keys for keys in parts if keys), "hidden": 0}
+    elif name == "parts without keys in some rows alone":
+        # Whole parts saw nothing in place of some of their rows.
+        empty = empty_rows(problem).flatten(1).any(1).tolist()
+        yield {
+            "parts": tuple(keys * (not x) for keys, x in zip(parts, empty, strict=True)),
+            "hidden": 0,
+        }
+        yield {"hidden": 16}
+        yield {"hidden": 0}
+    elif name == "empty rows":
+        # A part without keys beside others, then none.
+        yield {"parts": (*with_keys, 0) if with_keys else (1, 0), "hidden": 0}
+        yield from ({"parts": (*parts, *(1,) * more)} for more in range(1, 4))
+        yield {"parts": with_keys or (1,), "hidden": 0}
+    elif name == "parts that are not contiguous":
+        yield {"layout": "parts"}
+    elif name == "gradients that are not contiguous":
+        yield {"dout_layout": "parts"}
+    elif name == "dtype":
+        yield from ({"dtype": dtype} for dtype in DTYPES)
+    elif name in _FAMILIES:
+        yield {_FAMILIES[name]: "normal"}
+    elif name.endswith(" above"):
         assert isinstance(value, int)
-        name = feature.name.removesuffix(" above")
-        changes[feature.name] = [{name: parts[:value] if name == "parts" else value}]
-    for change in changes.get(feature.name, ()):
-        changed = dataclasses.replace(problem, **change)
-        if not holds(feature, changed):
-            yield changed
+        size = name.removesuffix(" above")
+        yield {size: parts[:value] if size == "parts" else value}
+        if size == "parts":
+            yield {size: parts[len(parts) - value :]}
+    else:
+        size = name.partition(" ")[0]
+        yield {size: -(-_NUMBERS[size](problem) // _MULTIPLES[size]) * _MULTIPLES[size]}
 
 
 MERGE = Kind(draw, excludes, run, reductions, complexity, features, holds, without)

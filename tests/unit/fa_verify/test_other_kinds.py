@@ -175,20 +175,29 @@ def test_one_fault_of_a_cache_is_one_cause_at_its_threshold(folder):
     assert "__tracebackhide__" not in again.stdout
 
 
-@pytest.mark.parametrize("name", ["caches.py:crashing", "merges.py:hanging"])
-def test_a_crash_or_hang_names_its_call_and_a_line_that_replays_it(folder, name):
+DEATHS = {
+    "caches.py:crashing": ("Problems with N > 17 end the process, which died of signal 6", "N=17"),
+    "merges.py:hanging": ("Problems with parts > 2 do not return within ", "parts=(1,1)"),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_crash_or_hang_has_a_cause_and_a_line_that_replays_its_smallest_call(folder, name):
     checks = "fp32 and accuracy and not claim"
     words = ["--fa-problem-timeout=4"] if "hanging" in name else []
     done = run(folder, "check", name, "--", *words, "-n1", "-x", "-k", checks)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "between problems" not in done.stdout
+    title, passing = DEATHS[name]
+    assert re.search(rf"^1  {title}.*    explains 1 of 1 failure$", done.stdout, re.MULTILINE)
+    assert f"passes with {passing}" in done.stdout.replace("seqlens_k=(17,)", "N=17")
     words = replayed(done.stdout)
     assert f"--kernel={name}" in words
     call = call_from_json(words[-1])
     if name.startswith("merges"):
-        assert len(call.parts) > 2
+        assert call.parts == (1, 1, 1)
     else:
-        assert max(call.seqlens) > 17
+        assert call.seqlens == (18,)
 
 
 def test_a_wrong_call_that_a_check_makes_is_shown_with_its_own_sizes():

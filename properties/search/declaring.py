@@ -20,7 +20,8 @@ _CONVENTIONS: tuple[dict[str, object], ...] = (
 )  # fmt: skip
 # The features that a declaration is about; the others are about every problem.
 _ABOUT = {
-    "group_sum": {"grouped heads"}, "empty_lse": {"empty rows"}, "softcap_slope": {"softcap"},
+    "group_sum": {"grouped heads"}, "empty_lse": {"empty rows", "parts without keys"},
+    "softcap_slope": {"softcap"},
 }  # fmt: skip
 
 
@@ -43,7 +44,9 @@ def declarations_that_fit(
     return tuple(
         ", ".join(f"{word}={_literal(value)}" for word, value in change.items())
         for change, subject in _declaring(runner.subject)
-        if hard == _about(change) and _passes(subject, claim, problems)
+        if hard <= _about(change)
+        and bool(hard) == bool(_about(change))
+        and _passes(subject, claim, problems)
     )
 
 

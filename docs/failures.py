@@ -362,8 +362,9 @@ def _died(problem: Problem | None, times: int = 1) -> str:
         )
         watchdog = Watchdog(path)
         reports: Any = SimpleNamespace(
-            _file=lambda worker: path, _log=lambda worker: log, _restarts=None, _frame="", _stop=""
-        )
+            _file=lambda worker: path, _log=lambda worker: log, _restarts=None, _frame="", _stop="",
+            _smallest=lambda record, ending: (),
+        )  # fmt: skip
         running = contextlib.nullcontext() if problem is None else watchdog.watching(problem)
         with _TEST, running:
             for _ in range(times):

@@ -164,9 +164,14 @@ class Progress:
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or self.config.option.fa_replay is not None:
             return
+        causes = self.config.pluginmanager.get_plugin("causes")
+        said = False
         while not self._done.wait(ON_A_TERMINAL if terminal.isatty else IN_A_LOG):
             terminal.ensure_newline()
             terminal.write_line(self.line())
+            if not said and (first := causes.first()):
+                said = True
+                terminal.write_line(f"{clock(time.monotonic() - self.started)}: {first}")
             terminal.flush()
 
 

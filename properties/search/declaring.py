@@ -57,7 +57,7 @@ def _about(change: dict[str, object]) -> set[str]:
 
 def _declaring(subject: Subject) -> Iterator[tuple[dict[str, object], Subject]]:
     """Yield declarations, and the subject with them, for each that it lacks."""
-    for change in NUMERICS_THAT_DIFFER:
+    for change in ({"p_dtype": "input"}, *NUMERICS_THAT_DIFFER):
         numerics = dataclasses.replace(subject.numerics, **change)  # type: ignore[arg-type]
         if numerics != subject.numerics:
             yield change, dataclasses.replace(subject, numerics=numerics)

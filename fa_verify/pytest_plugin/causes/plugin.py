@@ -28,9 +28,10 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.declared_values import not_drawn
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
+from fa_verify.pytest_plugin.causes.confirming import agrees, answers_of
 from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, verdict
+from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, title, verdict
 from fa_verify.pytest_plugin.statuses import Counts, gives_status
 from fa_verify.session import (
     CONFORMANCE,
@@ -63,6 +64,8 @@ _NOT_OF_KERNELS = (
 _ADAPTERS = str(_SUITE / "subjects")
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
+# Features of a mask that is aligned to another corner.
+_OF_ALIGNMENT = {"causal", "right bound", "hidden keys", "empty rows", "M < N", "M > N"}
 # CPU time of a process for causes: a minute and a part of all its time; and the least time for a
 # failure, in which known causes explain it.
 _FREE, _PART, _LEAST = 60.0, 1 / 3, 5.0
@@ -95,6 +98,9 @@ class Causes:
         # Seconds that this process took for causes, and in the controller those of all.
         self._spent = self._all_spent = 0.0
         self._fresh = FreshProcesses(config)
+        # Numbers of the causes whose declarations were compared with the answers of a probe.
+        self._confirmed: set[int] = set()
+        self._answers: dict[str, Any] | None = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -119,6 +125,7 @@ class Causes:
         started = time.process_time()
         try:
             violation.causes = self._failure(runner, violation).causes()
+            self._confirm(runner, violation.causes)
             self._diagnose(runner, violation.causes)
             if not self._stops:
                 self._go_on(runner, violation)
@@ -154,10 +161,31 @@ class Causes:
                 violation.findings += more.findings
                 numbers = self._failure(runner, more).causes()
                 violation.causes += numbers
+                self._confirm(runner, numbers)
                 self._diagnose(runner, numbers)
             else:
                 again = None
             violation.beyond += beyond.judged
+
+    def _confirm(self, runner: Runner, numbers: Sequence[int]) -> None:
+        """Leave out the declarations of causes that a probe contradicts, and add an alignment.
+
+        The probe asks once, when a cause first has a declaration or concerns unequal lengths.
+        """
+        for cause in self.store.known():
+            if cause.number not in numbers or cause.number in self._confirmed:
+                continue
+            self._confirmed.add(cause.number)
+            names = {x.name for x in cause.hard}
+            aligned = names <= _OF_ALIGNMENT and bool(names & {"M < N", "M > N"})
+            if not (aligned or cause.declarations):
+                continue
+            if self._answers is None:
+                self._answers = answers_of(runner.subject, cause.problem.device)
+            kept = [x for x in cause.declarations if agrees(x, self._answers)]
+            if aligned and self._answers.get("causal_alignment") == "top-left":
+                kept.append('causal_alignment="top-left"')
+            self.store.replace(dataclasses.replace(cause, declarations=tuple(kept)))
 
     def _diagnose(self, runner: Runner, numbers: list[int]) -> None:
         """Name the fault behind causes that no process has sought a name for.
@@ -235,6 +263,12 @@ class Causes:
             parts = [str(why) for name, why in report.user_properties if name == NOT_ASKED]
             self._reasons.update(parts)
             self._parts |= dict.fromkeys(parts)
+
+    def first(self) -> str:
+        """Return the first cause in a line, as soon as one is known; later ones may extend it."""
+        for cause in self.store.known()[:1]:
+            return f"a first cause: {title(cause)}    {cause.replay}"
+        return ""
 
     def explained(self) -> list[Explained]:
         """Return the causes of the run, those that explain most failures first."""

@@ -48,6 +48,7 @@ class Explained:
             **{key: value for key, value in cause.record().items() if key != "number"},
             "title": title(cause),
             "evidence": evidence(cause),
+            "depends_on": cause.depends_on,
             "smallest": described(cause.problem),
             "explain": cause.replay,
             "behaves_as": [*behaves_as(cause)],
@@ -76,7 +77,7 @@ _ABOUT = {
 _OF_CHECKS = {
     G5.key: "Values in hidden keys and rows",
     G8.key: "Inputs with other strides",
-    G12.key: "Offsets that pass 2**31 elements",
+    G12.key: "Offsets past 2**31 elements",
 }
 # Features of masks that hide keys.
 _HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
@@ -100,10 +101,11 @@ def title(cause: RootCause) -> str:
     """Return a cause in one line."""
     outputs = ", ".join(cause.outputs) or "a result"
     if cause.runs is not None:
-        return f"{_upper(outputs)} of one problem: wrong in {cause.runs[0]} of {cause.runs[1]} runs"
+        failing, runs = cause.runs
+        return f"One problem fails {failing} of {runs} times with the same inputs: wrong {outputs}"
     key, features = guarantee_of(cause.guarantee), _main(cause)
     if cause.after is not None:
-        return f"Calls after others give wrong {outputs}: alone, the problem passes"
+        return f"Some problems give wrong {outputs}, only after other calls"
     if cause.check == key or key in (G10.key, G13.key):
         # The check says what it changed.
         return _with(

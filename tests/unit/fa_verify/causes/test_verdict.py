@@ -161,7 +161,7 @@ def test_a_title_names_the_other_call_of_a_check():
     """The problem itself passes: the check changes its strides, or values of hidden keys."""
     features = (Feature("B above", 1),)
     fields = {**vars(NAN), "guarantee": "G1 accuracy", "check": "G12", "features": features}
-    said = "Offsets that pass 2**31 elements give NaN, with B > 1"
+    said = "Offsets past 2**31 elements give NaN, with B > 1"
     assert title(RootCause(**fields)) == said
     assert title(RootCause(**{**fields, "features": ()})) == said.removesuffix(", with B > 1")
     features = (Feature("dtype", ("bf16",)), Feature("M above", 1))
@@ -185,9 +185,11 @@ def test_every_problem_is_said_only_if_none_passed():
 def test_calls_that_depend_on_chance_or_others_have_titles_of_their_own():
     fields = {**vars(NAN), "features": (), "kind": "error"}
     sometimes = RootCause(**{**fields, "runs": (2, 9)})
-    assert title(sometimes) == "Out, dv of one problem: wrong in 2 of 9 runs"
+    assert title(sometimes) == (
+        "One problem fails 2 of 9 times with the same inputs: wrong out, dv"
+    )
     late = RootCause(**{**fields, "after": (Problem(M=3),)})
-    assert title(late).startswith("Calls after others give wrong out, dv")
+    assert title(late) == "Some problems give wrong out, dv, only after other calls"
     assert "only after M=3 N=1 fp32" in evidence(late)
     assert not if_intended(sometimes)
     assert not if_intended(late)

@@ -176,6 +176,9 @@ def sequence(trial: AttentionTrial) -> list[Finding]:
         except RefusedError as refusal:
             _refused(trial, other, str(refusal))
             continue
+        except SubjectError as error:
+            found = Finding.of_exception(error, subject, problem)
+            return [dataclasses.replace(found, called=other)]
         trial.applies(_part(problem, other))
         changed = _difference(problem, other)
         findings = [

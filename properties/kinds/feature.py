@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-__all__ = ["FIELDS", "Feature", "is_soft", "phrase", "present"]
+__all__ = ["FIELDS", "Feature", "is_of_size", "is_soft", "phrase", "present"]
 
 Value = int | tuple[str, ...] | None
 _Call = TypeVar("_Call")
@@ -44,12 +44,17 @@ class Feature(NamedTuple):
         return self
 
 
+def is_of_size(feature: Feature) -> bool:
+    """Return whether a feature is a threshold or a multiple of a size."""
+    return bool(_OF_SIZES.search(feature.name))
+
+
 def is_soft(feature: Feature) -> bool:
     """Return whether another failure of the same cause may lack the feature.
 
     A threshold of a size, or a family of inputs, is the one at which the error first shows.
     """
-    return bool(_OF_SIZES.search(feature.name)) or feature.name in _SOFT
+    return is_of_size(feature) or feature.name in _SOFT
 
 
 def present(feature: Feature, call: _Call, features: Callable[[_Call], list[Feature]]) -> bool:

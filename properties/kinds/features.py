@@ -142,6 +142,8 @@ def _changes(
     elif name in ("padded keys", "padded rows"):
         field = "seqlens_k" if name == "padded keys" else "seqlens_q"
         yield {"mask": _changed(mask, field, None)}
+        if name == "padded keys":
+            yield from _hiding_otherwise(name, problem)
     elif name == "predicate":
         yield {"mask": _plain(mask)}
     elif name == "window left":
@@ -179,7 +181,7 @@ def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
     if name != "window left":
         yield {"mask": Mask(window_left=0)}
     for keys in (0, problem.N - 1):
-        if keys >= 0:
+        if keys >= 0 and name != "padded keys":
             yield {"mask": Mask(seqlens_k=(keys,) * problem.B)}
 
 
@@ -188,7 +190,10 @@ def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     size, _, kind = feature.name.partition(" is no multiple of ")
     if kind:
         names = size.split(" or ")
-        wanted = [{x: -(-getattr(problem, x) // int(kind)) * int(kind) for x in names}]
+        sizes = {x: -(-getattr(problem, x) // int(kind)) * int(kind) for x in names}
+        wanted = [sizes]
+        if min(sizes.values()) > int(kind):  # the next larger one may be too large for a kernel
+            wanted.append({x: number - int(kind) for x, number in sizes.items()})
     else:
         size, _, kind = feature.name.partition(" ")
         assert isinstance(feature.value, int | None)

@@ -147,11 +147,15 @@ def _upper(words: str) -> str:
 def _main(cause: RootCause) -> list[Feature]:
     """Return the features to name: the hard ones; else all."""
     named = [x for x in cause.hard if x.name != "dtype" or not cause.all_dtypes]
-    if any(x.name in _HIDING for x in named):
-        named = [x for x in named if x.name != "hidden keys"]
-    if any(x.name == "causal" for x in named):
-        named = [x for x in named if x.name != "right bound"]
-    return sorted(named, key=lambda x: x.name == "dtype")
+    return sorted(_not_implied(named), key=lambda x: x.name == "dtype")
+
+
+def _not_implied(features: Sequence[Feature]) -> list[Feature]:
+    """Return the features that no other one implies."""
+    names = {x.name for x in features}
+    implied = {"hidden keys"} if names & {*_HIDING} else set()
+    implied |= {"right bound"} if "causal" in names else set()
+    return [x for x in features if x.name not in implied]
 
 
 def _problems_with(feature: Feature) -> str:
@@ -272,7 +276,7 @@ def evidence(cause: RootCause) -> str:
     else:
         tried = "every dtype" if not _untried_dtypes(cause) else ", ".join(cause.dtypes)
         found.append(tried if cause.all_dtypes else ", ".join(cause.dtypes))
-    needs = [phrase(x) for x in cause.features if x.name != "dtype"]
+    needs = [phrase(x) for x in _not_implied(cause.features) if x.name != "dtype"]
     if cause.after is not None:
         calls = [described(x) for x in cause.after]
         few = f"{' then '.join(calls)}" if len(calls) <= _CALLS else f"{len(calls)} calls"

@@ -357,11 +357,11 @@ MERGES = {
     ),
     "an empty lse is 0": (
         lambda outs, lses: torch_merge(outs, lses, empty=0.0), merge_call(),
-        {"parts without keys": None}, "",
+        {"parts without keys": None}, 'empty_lse=0',
     ),
     "an empty lse is +inf": (
         lambda outs, lses: torch_merge(outs, lses, empty=math.inf), merge_call(),
-        {"parts without keys": None}, "",
+        {"parts without keys": None}, 'empty_lse="+inf"',
     ),
 }  # fmt: skip
 

@@ -151,6 +151,9 @@ def state(trial: AttentionTrial) -> list[Finding]:
         except RefusedError as refusal:
             _refused(trial, neighbour, str(refusal))
             continue
+        except SubjectError as error:
+            found = Finding.of_exception(error, trial.subject, trial.problem)
+            return [dataclasses.replace(found, called=neighbour)]
         trial.applies(_part(trial.problem, neighbour))
         again = run_subject(trial.subject, trial.problem, trial.inputs)
         changed = _difference(trial.problem, neighbour)

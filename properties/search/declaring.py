@@ -18,6 +18,7 @@ __all__ = ["declarations_that_fit"]
 _CONVENTIONS: tuple[dict[str, object], ...] = (
     {"lse_base": "2"}, {"empty_lse": 0}, {"empty_lse": "+inf"},
 )  # fmt: skip
+_ROUNDED_P: dict[str, object] = {"p_dtype": "input"}
 # The features that a declaration is about; the others are about every problem.
 _ABOUT = {
     "group_sum": {"grouped heads"}, "empty_lse": {"empty rows", "parts without keys"},
@@ -57,7 +58,7 @@ def _about(change: dict[str, object]) -> set[str]:
 
 def _declaring(subject: Subject) -> Iterator[tuple[dict[str, object], Subject]]:
     """Yield declarations, and the subject with them, for each that it lacks."""
-    for change in ({"p_dtype": "input"}, *NUMERICS_THAT_DIFFER):
+    for change in (_ROUNDED_P, *NUMERICS_THAT_DIFFER):
         numerics = dataclasses.replace(subject.numerics, **change)  # type: ignore[arg-type]
         if numerics != subject.numerics:
             yield change, dataclasses.replace(subject, numerics=numerics)

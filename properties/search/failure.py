@@ -44,9 +44,9 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Beyond", "Failure", "Fresh"]
 
-# CPU time to find the cause of a failure, and the part of it in which its problem is minimised. The
-# time on the clock, which other processes share, has a factor.
-SECONDS, _MINIMISING, _BUSY = 30.0, 15.0, 3.0
+# CPU time to find the cause of a failure, and the factor of the time on the clock, which other
+# processes share.
+SECONDS, _BUSY = 30.0, 3.0
 # Runs of a failing problem, and runs in all if the first ones differ.
 _RUNS, _MORE_RUNS = 3, 9
 # Rows and keys that are added to a problem, so that it spans several tiles of most kernels.
@@ -338,7 +338,7 @@ class Failure:
             *({"dtype": dtype} for dtype in ("fp32", "fp16") if dtype in subject.dtypes),
             {"config": next(iter(subject.configs))},
         ]
-        found = minimized(problem, before.findings, self._unexplained, plain, _MINIMISING)
+        found = minimized(problem, before.findings, self._unexplained, plain)
         smallest = found[0].problem
         outcome = self._of(smallest) if smallest in self._seen else before
         outcome = dataclasses.replace(outcome, findings=[found[0], *outcome.findings])

@@ -102,7 +102,11 @@ def title(cause: RootCause) -> str:
     outputs = ", ".join(cause.outputs) or "a result"
     if cause.runs is not None:
         failing, runs = cause.runs
-        return f"One problem fails {failing} of {runs} times with the same inputs: wrong {outputs}"
+        once = "failed once, and " * (not failing)
+        return (
+            f"One problem {once}fails {failing} of {runs} times with the same inputs: "
+            f"wrong {outputs}"
+        )
     key, features = guarantee_of(cause.guarantee), _main(cause)
     if cause.after is not None:
         return f"Some problems give wrong {outputs}, only after other calls"

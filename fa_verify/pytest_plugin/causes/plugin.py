@@ -137,10 +137,14 @@ class Causes:
 
     def _failure(self, runner: Runner, violation: Violation) -> Failure:
         """Return a failure whose search takes no more time than is left."""
-        budget = _FREE + _PART * time.process_time()
-        left = min(FAILURE_SECONDS, max(_LEAST, budget - self._spent))
+        left = min(FAILURE_SECONDS, max(_LEAST, self._left))
         assert violation.claim is not None
         return Failure(runner, violation.claim, violation.findings, self.store, self._fresh, left)
+
+    @property
+    def _left(self) -> float:
+        """Seconds of CPU time that this process may still take for causes."""
+        return _FREE + _PART * time.process_time() - self._spent
 
     @property
     def _stops(self) -> bool:
@@ -152,7 +156,9 @@ class Causes:
 
         The findings of each new cause follow those that the test has.
         """
-        again, end = violation.again, time.monotonic() + SECONDS
+        # The time of a failure is added when it is over.
+        seconds = min(SECONDS, max(0.0, self._left - FAILURE_SECONDS))
+        again, end = violation.again, time.monotonic() + seconds
         while again is not None and (left := end - time.monotonic()) > 0:
             beyond = Beyond(runner, self.store, left)
             try:

@@ -597,12 +597,14 @@ def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
         findings: list[Finding] = []
         for name, check in checks.items():
             try:
-                findings += check(trial)
+                raised = {x.raised.partition("\n")[0] for x in findings if x.raised}
+                found = check(trial)
+                findings += [x for x in found if x.raised.partition("\n")[0] not in raised]
             except (MemoryError, RefusedError) as reason:
                 unchecked[name] = str(reason)
             except SubjectError as error:
-                raised = Finding.of_exception(error, trial.subject, trial.problem)
-                findings += [raised] * (raised not in findings)
+                one = Finding.of_exception(error, trial.subject, trial.problem)
+                findings += [one] * (one not in findings)
         return findings
 
     # The search for a cause looks for the one that fails.

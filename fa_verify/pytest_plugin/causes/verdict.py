@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.oracles.guarantee import G5, G8, G10, G12, G13, guarantee_of
+from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, guarantee_of
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.search.causes import RootCause, described, difference
@@ -108,8 +108,9 @@ def title(cause: RootCause) -> str:
             f"wrong {outputs}"
         )
     key, features = guarantee_of(cause.guarantee), _main(cause)
+    wrong = f"give wrong {outputs}" if cause.kind in _VALUES else f"fail: {_what(cause)}"
     if cause.after is not None:
-        return f"Some problems give wrong {outputs}, only after other calls"
+        return f"Some problems {wrong}, only after other calls"
     if cause.check == key or key in (G10.key, G13.key):
         # The check says what it changed.
         return _with(
@@ -133,10 +134,14 @@ def title(cause: RootCause) -> str:
     if does is None and cause.kind.startswith("raises "):
         does = cause.kind if one else f"raise {cause.kind.removeprefix('raises ')}"
     if does is None:
-        _, _, what = cause.kind.partition(": ")
-        what = what or cause.told.partition("\n")[0]
-        does = f"{'fails' if one else 'fail'}: {what}"
+        does = f"{'fails' if one else 'fail'}: {_what(cause)}"
     return _with(f"{about} {does}", named)
+
+
+def _what(cause: RootCause) -> str:
+    """Return the fault of a cause that is none of values: of a form, the one that it needs."""
+    form = cause.kind.startswith(FORM) and cause.kind.partition(": ")[2]
+    return form or cause.finding.get("claim") or cause.told.partition("\n")[0]
 
 
 def _with(words: str, features: Sequence[Feature]) -> str:
@@ -212,6 +217,8 @@ def verdict(
 
 # Lines of a screen for causes or findings, and those of them that stand in one line each.
 _LINES, _SHORT = 24, 7
+# Kinds of causes of wrong values.
+_VALUES = ("NaN", "Inf", "error", "slight")
 # Calls before a failing one that are described, and features not tried that are named.
 _CALLS, _FEATURES = 3, 2
 # Lines of the message of a failure without a cause, and characters of its first.

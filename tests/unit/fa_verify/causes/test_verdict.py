@@ -153,7 +153,7 @@ def test_titles_and_declarations_follow_from_features(features, said, declared):
 
 
 def test_a_title_of_every_problem_has_a_verb_in_the_singular():
-    cause = RootCause(**{**vars(NAN), "kind": "form", "told": "out has shape (1,)", "features": ()})
+    cause = RootCause(**{**vars(NAN), "kind": "form: out has shape (1,)", "features": ()})
     assert title(cause) == "Every problem fails: out has shape (1,)"
 
 

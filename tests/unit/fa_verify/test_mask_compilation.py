@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from fa_verify.mask_compilation import compilation_fault
+from fa_verify.oracles.masks import codec
 from fa_verify.properties.problems.mask_examples import pictures
 from fa_verify.properties.subjects.loading import load_mask
 
@@ -70,8 +71,11 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def masks(spec):
-    """The classes by name. A class is registered once in a process."""
-    return {name: load_mask(spec(name)) for name in ("Plain", "Compiles", "Changes")}
+    """The classes by name, which a process registers once; later tests do not know them."""
+    before = {*codec.MASKS}
+    yield {name: load_mask(spec(name)) for name in ("Plain", "Compiles", "Changes")}
+    for name in codec.MASKS.keys() - before:
+        del codec.MASKS[name]
 
 
 def test_a_predicate_that_compiles_has_no_fault(spec, masks):

@@ -71,7 +71,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def masks(spec):
-    """The classes by name, which a process registers once; later tests do not know them."""
+    """The classes by name. They are registered for this module alone."""
     before = {*codec.MASKS}
     yield {name: load_mask(spec(name)) for name in ("Plain", "Compiles", "Changes")}
     for name in codec.MASKS.keys() - before:

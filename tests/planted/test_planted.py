@@ -149,6 +149,7 @@ def test_each_label_has_its_keys():
 
 
 CAUSE = {
+    "depends_on": "",
     "title": "Problems with N > 17 and grouped heads give wrong out",
     "evidence": "out; every dtype; needs N > 17, grouped heads; error 3 x bound, 2.9 % of out",
     "outputs": ["out"], "dtypes": ["fp32"], "declarations": [],

@@ -196,16 +196,20 @@ def far_offsets(trial: AttentionTrial) -> list[Finding]:
     ]
     far = dict(zip(TENSORS, moved, strict=True))
     try:
-        findings = _with_far(trial, far)
-        if findings:
-            # Name the one tensor that suffices.
-            alone = (_with_far(trial, {name: x}) for name, x in far.items())
-            findings = next(filter(None, alone), findings)
+        return _of_far(trial, far)
     finally:
         del far, arena, moved
         if problem.device == "cuda":
             torch.cuda.empty_cache()
-    return findings
+
+
+def _of_far(trial: AttentionTrial, far: dict[str, torch.Tensor]) -> list[Finding]:
+    """Return the findings of distant tensors, those of a single one if it suffices."""
+    findings = _with_far(trial, far)
+    if not findings:
+        return []
+    alone = (_with_far(trial, {name: x}) for name, x in far.items())
+    return next(filter(None, alone), findings)
 
 
 def _with_far(trial: AttentionTrial, far: dict[str, torch.Tensor]) -> list[Finding]:

@@ -141,6 +141,7 @@ class Failure:
         # The calls of this process before the failure, the failing one last.
         self._before = [call for call, _ in runner.tally.history]
         self._narrow()
+        self._key = _guarantee_of_check(self.claim)
         self._of(self.problem)
         if not self._seen[self.problem].findings:  # it fails only sometimes
             outputs = tuple(dict.fromkeys(x.output for x in findings if x.output))
@@ -419,7 +420,7 @@ class Failure:
     def _check_of(self, problem: Call) -> str:
         """Return the guarantee of the check, if a problem passes but for the calls of the check."""
         outcome = self._of(problem)
-        key = _guarantee_of_check(self.claim)
+        key = self._key
         if not key or not outcome.findings or problem.kind != "attention":
             return ""
         if problem not in self._alone:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import subprocess
@@ -22,6 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tests.mutation.harness.sites import rate_interval
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -162,18 +163,11 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
         yield from (f"    {title}" for title in x["titles"])
     true = sum(all(x[column] for column in COLUMNS) for x in rows)
-    low, high = wilson(true, len(rows))
+    low, high = rate_interval(true, len(rows))
     yield (
         f"all is true of {true} of {len(rows)} faults, {true / len(rows):.0%} "
         f"[{low:.0%}, {high:.0%}]; {sum(x['false'] for x in rows)} false sentences"
     )
-
-
-def wilson(true: int, of: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's interval of a share."""
-    middle = (true + z * z / 2) / (of + z * z)
-    half = z / (of + z * z) * math.sqrt(true * (of - true) / of + z * z / 4)
-    return middle - half, middle + half
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ import torch
 from fa_verify import verify
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.masks.mask import Mask
-from tests.planted.__main__ import conditions, judged, labels, table, wilson
+from tests.mutation.harness.sites import rate_interval
+from tests.planted.__main__ import conditions, judged, labels, table
 
 FOLDER = Path(__file__).parent / "faults"
 LABELS = {label["kernel"]: label for label in labels()}
@@ -197,4 +198,4 @@ def test_the_table_counts_faults_and_false_sentences():
     row = {"kernel": "a.py:b", **ALL, "seconds": 1, "end": "status 1", "false": 0, "titles": []}
     lines = list(table([row, row | {"title": False, "false": 2}]))
     assert lines[-1] == "all is true of 1 of 2 faults, 50% [9%, 91%]; 2 false sentences"
-    assert wilson(0, 10)[0] == pytest.approx(0.0)
+    assert rate_interval(0, 10)[0] == pytest.approx(0.0)

@@ -24,10 +24,7 @@ def answers_of(subject: Subject, device: str) -> dict[str, Any]:
 
 
 def agrees(declaration: str, answers: Mapping[str, Any]) -> bool:
-    """Return whether no answer contradicts a declaration such as ``group_sum="dtype"``.
-
-    A declaration that is the default of its word is one of the answers, too.
-    """
+    """Return whether no answer contradicts a declaration such as ``group_sum="dtype"``."""
     call = ast.parse(f"f({declaration})", mode="eval").body
     assert isinstance(call, ast.Call)
     given = {x.arg: ast.literal_eval(x.value) for x in call.keywords}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fa_verify.oracles.calls.codec import call_from_json
@@ -11,6 +13,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.pytest_plugin.smallest_death import death_of
 
+ROOT = Path(__file__).parents[3]
 KERNELS = """
 import os, time, torch
 from fa_verify import attention_kernel
@@ -49,6 +52,8 @@ ATTENTION = Problem(M=3, N=50, D=16, Dv=16, dtype="fp32", mask=Mask(causal=True)
 def there(tmp_path, monkeypatch):
     (tmp_path / "kernels.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
+    # The project need not be installed.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.mark.usefixtures("there")

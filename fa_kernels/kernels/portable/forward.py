@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fa_kernels.kernels.common.addressing import (
+    PAGED,
     Tensor,
     head_matrix,
     load_tile,
@@ -82,6 +83,9 @@ def attend(
         start_n = n_block * CONFIG.BLOCK_N
         offs_n = start_n + offs_tile
         valid = offs_n < mask.seqlen_k
+        if CONFIG.ALIGNED >= PAGED:
+            # No row sees a key that the window hides from row 0, and its page may be free.
+            valid &= offs_n - (mask.seqlen_k - mask.seqlen_q) >= -mask.window_left
         # (BLOCK_D, BLOCK_N)
         k_t = load_tile(
             keys, start_n, offs_tile[None, :], offs_d[:, None], valid[None, :], CONFIG.ALIGNED,

@@ -562,6 +562,18 @@ def test_an_entry_has_as_many_places_as_a_sequence_can_have_keys(device):
     assert same(*found)
 
 
+def test_pages_that_the_window_hides_are_not_read(device):
+    given = call(device, page_size=4, window_size=(2, None))
+    # The first of 11 keys that the first of 3 rows sees is key 6, and page 1 begins with key 4.
+    page = int(given["page_table"][1, 0])
+    found = []
+    for value in (0.0, torch.nan):
+        k, v = given["k_cache"].clone(), given["v_cache"].clone()
+        k[page], v[page] = value, value
+        found.append(flash_attention_with_kvcache(**{**given, "k_cache": k, "v_cache": v}))
+    assert same(*found)
+
+
 @pytest.mark.parametrize("page_size", [0, 4])
 def test_a_predicate_that_hides_nothing_changes_no_bit(page_size, device):
     given = long_call(device, page_size=page_size, window_size=(None, None))

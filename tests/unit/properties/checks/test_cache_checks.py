@@ -399,3 +399,12 @@ def test_free_rows_that_a_kernel_of_pages_reads_are_found():
         return paged(q, k_cache, v_cache, **given) + 0 * v_cache.sum()
 
     assert "C2 free rows" in _told(of_pages(reads), plain(), "free rows")[0]
+
+
+def test_calls_have_groups_past_8_where_heads_are_grouped():
+    def groups(**declared):
+        problems = drawn(cached(of_pages(**declared), "fp32", "cpu", ("default",)), 60)
+        return {problem.attention.G for problem in problems}
+
+    assert {1, 9, 16} <= groups()
+    assert groups(gqa=False) == {1}

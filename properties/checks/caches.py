@@ -1,4 +1,4 @@
-"""C1 to C5, I1 and I3: the guarantees of attention over caches, each a function to its findings.
+"""C1 to C5, G5, I1 and I3: the guarantees of caches, each a function to its findings.
 
 Calls that have to agree are compared to the bit where the kernel promises it, and within the bound
 otherwise. A promise of G10 (``bitwise``) covers where keys lie and what free rows hold. "batch",
@@ -16,8 +16,9 @@ import torch
 from torch.nn.functional import pad
 
 from fa_verify.oracles.calls.cache import CacheProblem
-from fa_verify.oracles.guarantee import C1, C2, C3, C4, C5, G1, G10, I1, I3, Guarantee
+from fa_verify.oracles.guarantee import C1, C2, C3, C4, C5, G1, G5, G10, I1, I3, Guarantee
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.properties.checks.masking import extreme, partly_hidden, seen_by_rows
 from fa_verify.properties.checks.memory import FAR, arena_of
 from fa_verify.properties.comparison.agreement import exact, found_where, outside, same_or_inside
 from fa_verify.properties.comparison.compare import Finding, same_bits
@@ -28,8 +29,8 @@ from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = [
-    "OTHER_CALLS", "accuracy", "append", "decoding", "far_pages", "free_rows", "neighbours",
-    "nothing", "page_sizes", "pages", "written",
+    "OTHER_CALLS", "accuracy", "append", "decoding", "far_pages", "free_rows", "hidden_keys",
+    "neighbours", "nothing", "page_sizes", "pages", "written",
 ]  # fmt: skip
 
 _Caches = tuple[torch.Tensor, torch.Tensor]
@@ -44,12 +45,21 @@ _BUSY = {"cpu": 9, "cuda": 1100}
 
 
 def _agree(
-    trial: CacheTrial, again: Result, promise: str, guarantee: Guarantee, claim: str
+    trial: CacheTrial,
+    again: Result,
+    promise: str,
+    guarantee: Guarantee,
+    claim: str,
+    rows: torch.Tensor | None = None,
 ) -> list[Finding]:
-    """Return findings where a second run differs, in a bit if the kernel promises ``promise``."""
+    """Return findings where a second run differs, in a bit if the kernel promises ``promise``.
+
+    ``rows`` is bool (B, H, M), where the runs must agree; None is everywhere.
+    """
     outputs = {name: x for name, x in zip(("out", "lse"), again, strict=True) if x is not None}
     promised = trial.subject.promises(promise, trial.problem.config)
-    return same_or_inside(trial, outputs, guarantee, claim, promised=promised)
+    where = {} if rows is None else {"out": rows.unsqueeze(3), "lse": rows}
+    return same_or_inside(trial, outputs, guarantee, claim, where=where, promised=promised)
 
 
 def _other_calls(trial: CacheTrial, word: str, guarantee: Guarantee) -> list[Finding]:
@@ -137,6 +147,67 @@ def free_rows(trial: CacheTrial) -> list[Finding]:
         findings += _agree(first, again, G10, C2, claim)
         findings += _left(trial, x, want)
     return findings
+
+
+def hidden_keys(trial: CacheTrial) -> list[Finding]:
+    """G5: keys in the cache that a row does not see change none of its bits.
+
+    First all keys change that no row sees. An engine frees a page whose keys a window hides, and
+    others fill it: such pages hold NaN. Elsewhere a key is finite, and the largest number takes its
+    place, because kernels may multiply the values of a tile by weights of 0. Then one key changes
+    that some rows see.
+    """
+    problem, a = trial.problem, trial.problem.attention
+    if not a.mask.is_plain:
+        # It may depend on the places of an entry.
+        trial.not_applicable(G5.key, _OF_ENTRIES)
+        return []
+    if 0 in (a.B, a.M, a.N):
+        trial.not_applicable(G5.key, "without a query and a key")
+        return []
+    seen = seen_by_rows(a)
+    number = torch.arange(a.N, device=a.device)
+    held = number < torch.tensor(problem.seqlens, device=a.device)[:, None]
+    before = number < torch.tensor(problem.before, device=a.device)[:, None]
+    hidden = _in_all_sharing(problem, held & ~seen.any(2).any(1))
+    picked = partly_hidden(a, "key", seen.transpose(2, 3))
+    key = _in_all_sharing(problem, held & (number == picked[:, None]))
+    blind = ~(seen & key[:, None, None]).any(3)
+    findings = []
+    for replaced, rows, claim in (
+        (hidden, torch.ones_like(blind), "depends on keys that no row sees"),
+        (key, blind, "depends on a key that the row does not see"),
+    ):
+        if not (replaced.any() and rows.any()):
+            continue
+        expired = _whole_pages(problem, replaced & hidden & before)
+        k, v = (
+            torch.where(expired[:, None, :, None], math.nan, extreme(x, replaced))
+            for x in (trial.inputs.k, trial.inputs.v)
+        )
+        x = make_cache(problem, trial.inputs._replace(k=k, v=v))
+        again = run_cache(trial.subject, problem, x)
+        told = f"{claim}, in pages of nan" if expired.any() else claim
+        findings += _agree(trial, again, G5.key, G5, told, rows)
+        trial.applies(G5.key)
+    if G5.key not in trial.asked:
+        trial.not_applicable(G5.key, "where every row sees every key")
+    return findings
+
+
+def _in_all_sharing(problem: CacheProblem, keys: torch.Tensor) -> torch.Tensor:
+    """Return keys (B, N) without those in shared pages that other entries do not have in common."""
+    rows = problem.shared * problem.page_size
+    return torch.cat([keys[:, :rows].all(0).expand(len(keys), -1), keys[:, rows:]], 1)
+
+
+def _whole_pages(problem: CacheProblem, keys: torch.Tensor) -> torch.Tensor:
+    """Return those of keys (B, N) whose page has no other key; a contiguous cache has no page."""
+    size, (B, N) = problem.page_size, keys.shape
+    if not size:
+        return torch.zeros_like(keys)
+    of_pages = pad(keys, (0, -N % size)).view(B, -1, size).all(2)
+    return of_pages.repeat_interleave(size, 1)[:, :N]
 
 
 def append(trial: CacheTrial) -> list[Finding]:

@@ -14,7 +14,9 @@ from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.families import length_tensors
 from fa_verify.properties.inputs.tensors import make
 
-__all__ = ["dirty_padding", "empty_rows", "hidden_positions"]
+__all__ = [
+    "dirty_padding", "empty_rows", "extreme", "hidden_positions", "partly_hidden", "seen_by_rows"
+]  # fmt: skip
 
 
 def empty_rows(trial: AttentionTrial) -> list[Finding]:
@@ -24,7 +26,7 @@ def empty_rows(trial: AttentionTrial) -> list[Finding]:
     sees a sink alone is exempt from both: its lse is the sink, and its dlse adds to dsinks.
     """
     problem = trial.problem
-    empty = ~_seen(problem).any(3)
+    empty = ~seen_by_rows(problem).any(3)
     blind = empty & (trial.want.lse == -torch.inf)
     findings = []
     for name, got, want in zip(OUTPUTS, trial.got, trial.want, strict=True):
@@ -78,20 +80,20 @@ def hidden_positions(trial: AttentionTrial) -> list[Finding]:
     if 0 in (problem.B, problem.M, problem.N):
         trial.not_applicable(G5.key, "without a query and a key")
         return []
-    seen = _seen(problem)
+    seen = seen_by_rows(problem)
     if seen.all():
         trial.not_applicable(G5.key, "where every row sees every key")
     else:
         trial.applies(G5.key)
-    key = _pick(problem, "key", seen.transpose(2, 3))
-    row = _pick(problem, "row", seen)
+    key = partly_hidden(problem, "key", seen.transpose(2, 3))
+    row = partly_hidden(problem, "row", seen)
     inputs = trial.inputs
     at_key = torch.arange(problem.N, device=problem.device) == key.view(-1, 1)
     at_row = torch.arange(problem.M, device=problem.device) == row.view(-1, 1)
-    keys = inputs._replace(k=_extreme(inputs.k, at_key), v=_extreme(inputs.v, at_key))
+    keys = inputs._replace(k=extreme(inputs.k, at_key), v=extreme(inputs.v, at_key))
     other_keys = run_subject(trial.subject, problem, keys)
-    other_q = _extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q
-    rows = inputs._replace(q=other_q, dout=_extreme(inputs.dout, at_row))
+    other_q = extreme(inputs.q, at_row) if problem.seed % 2 else inputs.q
+    rows = inputs._replace(q=other_q, dout=extreme(inputs.dout, at_row))
     other_rows = run_subject(trial.subject, problem, rows)
     blind_rows = ~(seen & at_key[:, None, None, :]).any(3)
     blind_keys = ~(seen & at_row[:, None, :, None]).any(2).any(1, keepdim=True)
@@ -105,17 +107,22 @@ def hidden_positions(trial: AttentionTrial) -> list[Finding]:
     )  # fmt: skip
 
 
-def _seen(problem: Problem) -> torch.Tensor:
+def seen_by_rows(problem: Problem) -> torch.Tensor:
     """Return the dense mask, expanded to (B, H, M, N)."""
     sizes = problem.B, problem.H, problem.M, problem.N
     return problem.mask.dense(*sizes, device=problem.device).expand(*sizes)
 
 
-def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
-    """Pick an index along axis 2 of ``seen`` (B, H, size, others) for each batch entry, (B,).
+def partly_hidden(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
+    """Pick a row or a key for each batch entry, int (B,).
 
-    Prefers an index that sees some but not all of the others, then one that does not see all. A
-    kernel may skip an index that sees none of the others.
+    Prefers one that sees some but not all of the others, then one that does not see all. A kernel
+    may skip one that sees none of the others.
+
+    Args:
+        problem: The problem, whose seed determines the draw.
+        name: Name of the draw, "row" or "key".
+        seen: Bool (B, H, size, others), as ``seen_by_rows``; transposed to pick a key.
     """
     hidden = (~seen).any(3).any(1)
     partly = ((~seen).any(3) & seen.any(3)).any(1)
@@ -123,10 +130,12 @@ def _pick(problem: Problem, name: str, seen: torch.Tensor) -> torch.Tensor:
     return (noise + hidden + partly).argmax(1)
 
 
-def _extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Replace rows of x (B, heads, rows, columns) by the largest finite value, signs alternating.
+def extreme(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Replace rows of x by the largest finite value of its dtype, signs alternating by column.
 
-    ``at`` is bool of shape (B, rows).
+    Args:
+        x: (B, heads, rows, columns).
+        at: Bool (B, rows), the rows to replace.
     """
     sign = 1 - 2 * (torch.arange(x.shape[3], device=x.device) % 2)
     return torch.where(at[:, None, :, None], torch.finfo(x.dtype).max * sign.to(x.dtype), x)

@@ -49,7 +49,7 @@ def cached(
     kernels: str | None = None,
     *,
     many_keys: bool = False,
-    behind_a_window: bool = False,
+    hides: bool = False,
 ) -> st.SearchStrategy[CacheProblem]:
     """Returns calls of a dtype, which shrink to one entry, few keys and pages of one row.
 
@@ -64,13 +64,16 @@ def cached(
             chooses; None draws from all of them.
         many_keys: Lengthen an entry to more than 64 pages (fewer where a page has more than 32 rows
             on a CPU, or 127 on a GPU).
-        behind_a_window: A window hides the first tiles of a block of rows from low scores.
+        hides: A mask hides keys from rows of low scores: a window the first tiles of a block of
+            rows, or a causal mask the last keys where the subject takes no window.
 
     Raises:
         ExcludedError: The declarations exclude all such calls.
     """
-    if behind_a_window and "window" not in subject.masks:
-        raise ExcludedError(f"{subject.name} declares masks {subject.masks}")
+    windowed = "window" in subject.masks
+    if hides and not windowed and (subject.one_query or "causal" not in subject.masks):
+        of_rows = ", and one_query" * subject.one_query
+        raise ExcludedError(f"{subject.name} declares masks {subject.masks}{of_rows}")
 
     def made(
         keys: list[int], heads: tuple[int, int], window: tuple[Any, Any], more: int, page_size: int,
@@ -157,10 +160,9 @@ def cached(
     )
     if many_keys:
         problems = problems.map(lengthened)
-    if behind_a_window:
-        problems = problems.map(
-            lambda problem: hidden_first(problem, 1 if subject.one_query else _ROWS)
-        )
+    if hides:
+        rows = 1 if subject.one_query else _ROWS
+        problems = problems.map(lambda problem: hidden_first(problem, rows, windowed=windowed))
     return problems if mask is None else _masked(problems, mask)
 
 
@@ -172,11 +174,12 @@ def lengthened(problem: CacheProblem) -> CacheProblem:
     return changed(problem, N=a.N + more, mask=dataclasses.replace(a.mask, seqlens_k=lengths))
 
 
-def hidden_first(problem: CacheProblem, rows: int) -> CacheProblem:
-    """Return a causal call of low scores, whose window hides the first keys of a tile."""
+def hidden_first(problem: CacheProblem, rows: int, *, windowed: bool = True) -> CacheProblem:
+    """Return a causal call of low scores; a window hides the first keys of a tile."""
     a = problem.attention
     lengths = tuple(length + _MANY for length in problem.seqlens)
-    mask = Mask(causal=True, window_left=a.seed % _WINDOWS, seqlens_k=lengths)
+    left = a.seed % _WINDOWS if windowed else None
+    mask = Mask(causal=True, window_left=left, seqlens_k=lengths)
     return changed(problem, M=rows, N=a.N + _MANY, mask=mask, inputs="lse_low_130", softcap=None)
 
 

@@ -1,4 +1,4 @@
-"""C1 to C5, G1, I1 and I3: attention over caches, contiguous and in pages, with appends.
+"""C1 to C5, G1, G5, I1 and I3: attention over caches, contiguous and in pages, with appends.
 
 For subjects that declare ``kvcache``. ``properties/checks/caches.py`` holds the checks.
 """

@@ -79,7 +79,7 @@ _CHECKS = checks_of(kind="cache")
 # The calls as they are drawn for each check.
 _ASKED: dict[str, Callable[[CacheProblem], CacheProblem]] = {
     **dict.fromkeys(_CHECKS, lambda problem: problem),
-    "hidden tiles": lambda problem: hidden_first(problem, 17),
+    "hidden keys": lambda problem: hidden_first(problem, 17),
     "many keys": lengthened,
 }
 # The checks of calls of the same entries, which a mask with a predicate is for.

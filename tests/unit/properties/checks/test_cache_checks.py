@@ -76,6 +76,17 @@ def starts_at_0(q, k_cache, v_cache, **given):
     return attend(q, k_cache, v_cache, **given, least=0.0)
 
 
+def weighs_hidden_values_by_0(q, k_cache, v_cache, *, page_table=None, window_size, **given):
+    """Attention to a window, which loads the values of pages that it hides."""
+    out, lse = attend(
+        q, k_cache, v_cache, page_table=page_table, window_size=window_size, **given
+    )  # fmt: skip
+    if page_table is not None and window_size[0] is not None:
+        first = page_table[:, 0].long()
+        out += 0 * v_cache[first].sum((1, 2, 3)).view(-1, 1, 1, 1)
+    return out, lse
+
+
 def folds_the_table(q, k_cache, v_cache, *, page_table=None, **given):
     if page_table is not None:
         page_table = page_table[:, torch.arange(page_table.shape[1]) % 64]
@@ -137,10 +148,10 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
 
 
 # Calls as they are drawn for a check, where it needs more than PROBLEM has.
-DRAWN = {"hidden tiles": lambda problem: hidden_first(problem, 17), "many keys": lengthened}
+DRAWN = {"hidden keys": lambda problem: hidden_first(problem, 17), "many keys": lengthened}
 WRONG = {
-    "accuracy": drops_the_append, "written": drops_the_append, "hidden tiles": starts_at_0,
-    "many keys": folds_the_table,
+    "accuracy": drops_the_append, "written": drops_the_append,
+    "many keys": folds_the_table, "hidden keys": weighs_hidden_values_by_0,
     "pages": rounds_by_places, "page sizes": rounds_by_pages, "free rows": reads_free_rows,
     "append": appends_badly, "nothing cached": hides_empty_rows,
     "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
@@ -153,10 +164,10 @@ def asked(check: str, problem: CacheProblem) -> CacheProblem:
     return DRAWN.get(check, lambda x: x)(problem)
 
 
-def claimed(check: str, function=None) -> str:
+def claimed(check: str, function=None, drawn_for: str = "") -> str:
     """The first finding of each claim of a check, about its fault or another one."""
     subject = subject_of(function or WRONG[check])
-    findings = found_on(subject, asked(check, PROBLEM), CACHES[check])
+    findings = found_on(subject, asked(drawn_for or check, PROBLEM), CACHES[check])
     return "\n".join({x.claim: str(x) for x in findings[::-1]}.values())
 
 
@@ -199,9 +210,9 @@ def test_low_scores_are_asked_for_behind_a_window(one_query):
 
     subject = subject_of(records, one_query=one_query, dtypes=("fp32",))
     draw = KINDS["cache"].draw
-    needs = claims_of(kind="cache")["hidden tiles"].needs
+    needs = claims_of(kind="cache")["hidden keys"].needs
     for problem in drawn(draw(subject, dtype="fp32", device="cpu", **needs), 5):
-        assert _told(subject, problem, "hidden tiles") == []
+        assert _told(subject, problem, "accuracy") == []
         assert (problem.attention.inputs, problem.attention.softcap) == ("lse_low_130", None)
     for rows, held, causal, (left, right) in calls:
         assert rows == (1 if one_query else 17)
@@ -209,8 +220,11 @@ def test_low_scores_are_asked_for_behind_a_window(one_query):
         assert causal
         assert 0 <= left < 21
         assert right is None
-    with pytest.raises(ExcludedError, match=r"declares masks \('causal',\)"):
-        draw(subject_of(records, masks=("causal",)), dtype="fp32", device="cpu", **needs)
+    with pytest.raises(ExcludedError, match=r"declares masks \('causal',\), and one_query"):
+        draw(
+            subject_of(records, masks=("causal",), one_query=True), dtype="fp32", device="cpu",
+            **needs,
+        )  # fmt: skip
 
 
 def test_a_subject_that_writes_to_the_table_is_found():
@@ -315,7 +329,7 @@ def test_a_kernel_of_caches_alone_is_called_with_what_it_declares():
     trial = KINDS["cache"].run(decode, plain())
     assert CACHES["decoding"](trial) == []
     assert [*trial.asked] == ["I3"]
-    needs = claims_of(kind="cache")["hidden tiles"].needs
+    needs = claims_of(kind="cache")["hidden keys"].needs
     with pytest.raises(ExcludedError, match="declares masks"):
         KINDS["cache"].draw(decode, dtype="fp32", device="cpu", **needs)
     with pytest.raises(NotImplementedError, match="takes no padded tensors"):
@@ -408,3 +422,41 @@ def test_calls_have_groups_past_8_where_heads_are_grouped():
 
     assert {1, 9, 16} <= groups()
     assert groups(gqa=False) == {1}
+
+
+def test_a_hidden_key_that_leaks_into_an_earlier_row_is_found():
+    def leaks(q, k_cache, v_cache, *, cache_seqlens, page_table=None, k=None, v=None, **given):
+        found = attend(
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, k=k, v=v,
+            **given,
+        )  # fmt: skip
+        return found[0] + 2.0**-100 * v[:, :, -1:], found[1]
+
+    told = claimed("hidden keys", leaks)
+    assert "G5 hidden positions: out of attention depends on a key that the row does not" in told
+    assert found_on(subject_of(leaks), PROBLEM, CACHES["accuracy"]) == []
+
+
+def test_hidden_values_beside_visible_ones_may_be_multiplied_by_0():
+    def multiplies(q, k_cache, v_cache, *, page_table=None, **given):
+        out, lse = attend(q, k_cache, v_cache, page_table=page_table, **given)
+        if page_table is not None:
+            # Key 8: a row of entry 1 sees it, and those of entry 0 see key 9 beside it.
+            out = out + 0 * v_cache[page_table[:, 2].long(), 0].amax((1, 2)).view(-1, 1, 1, 1)
+        return out, lse
+
+    problem = dataclasses.replace(
+        PROBLEM, new=0,
+        attention=dataclasses.replace(
+            ATTENTION, mask=Mask(causal=True, window_left=0, seqlens_k=(12, 9))
+        ),
+    )  # fmt: skip
+    trial = KINDS["cache"].run(subject_of(multiplies), problem)
+    assert CACHES["hidden keys"](trial) == []
+    assert trial.asked == {"G5": ""}
+
+
+def test_a_call_that_hides_no_key_asks_nothing_of_hidden_keys():
+    trial = KINDS["cache"].run(of_pages(), plain())
+    assert CACHES["hidden keys"](trial) == []
+    assert trial.asked == {"G5": "not applicable where every row sees every key"}

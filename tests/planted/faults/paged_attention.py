@@ -87,6 +87,8 @@ def attended(q, k, v, length, scale, left, right):
         seen = seen & (n >= place - left)
     if right is not None:
         seen = seen & (n <= place + right)
+    # Keys that no row sees may lie in pages that are free.
+    v = torch.where(seen.any(0)[:, None], v, 0.0)
     scores = torch.where(seen, q.to(wide) @ k.mT * scale, -torch.inf)
     top = scores.amax(-1) if length else scores.new_full(scores.shape[:-1], -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)

@@ -118,18 +118,22 @@ def subject_of(config: pytest.Config) -> Subject:
                 "the project's own kernels need Triton, which cannot be imported; "
                 "--fa-kernel=path/to/file.py:name verifies a kernel that does not need Triton"
             )
-        given = config.getoption("--fa-kernel", None)
         try:
-            subject = subject_from(
-                None if is_ours(config) else given,
-                config.getoption("--fa-assume", None),
-                forward_only=config.getoption("--fa-forward-only", False),
-            )
+            subject = subject_from(**options_of(config))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         config.stash[_SUBJECT] = subject
         device_of(config)
     return config.stash[_SUBJECT]
+
+
+def options_of(config: pytest.Config) -> dict[str, Any]:
+    """Return the arguments of ``subject_from`` that the options of a run give."""
+    return {
+        "kernel": None if is_ours(config) else config.getoption("--fa-kernel", None),
+        "assumed": config.getoption("--fa-assume", None),
+        "forward_only": bool(config.getoption("--fa-forward-only", False)),
+    }
 
 
 def subject_from(

@@ -84,6 +84,7 @@ class CrashReports:
         log = self._log(name) if worker else None
         self.watchdog = Watchdog(self._file(name), seconds, kernel=kernel, log=log, end=self._end)
         self._is_worker = worker is not None
+        self._config = config
         self._maxfail: int = config.getoption("maxfail", None) or 0
         self._failures = 0
         # Whether a worker has died, the frame that ended the last one, and why the run stops.
@@ -190,11 +191,12 @@ class CrashReports:
             return ()
         # A process that reports no death needs no kinds of calls.
         from fa_verify.pytest_plugin.smallest_death import death_of
+        from fa_verify.session import options_of
 
         of_kind = self._frame, call_from_json(record.problem).kind
         if of_kind not in self._deaths:
             how = record.state if record.state == "hang" else ending
-            self._deaths[of_kind] = death_of(record.kernel, record.problem, how)
+            self._deaths[of_kind] = death_of(options_of(self._config), record.problem, how)
         death = self._deaths[of_kind]
         return death.lines if death.explains(record.problem) else ()
 

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fa_verify.pytest_plugin.environment  # noqa: F401
 from fa_verify.forks import in_forks
@@ -26,9 +26,8 @@ from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.causes import described, difference
 from fa_verify.properties.search.minimize import minimized
-from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.registry import spec_of
+from fa_verify.session import subject_from
 
 __all__ = ["Death", "death_of", "main"]
 
@@ -50,11 +49,11 @@ class Death(NamedTuple):
         return all(kind_of(call).holds(x, call) for x in self.features)
 
 
-def death_of(kernel: str, problem: str, how: str) -> Death:
+def death_of(kernel: Mapping[str, Any], problem: str, how: str) -> Death:
     """Search for the smallest call that dies; without lines if no call of its own shows it.
 
     Args:
-        kernel: The value of --fa-kernel.
+        kernel: The arguments of ``subject_from``.
         problem: The call as JSON.
         how: How the process ended, such as "died of signal 6 (Aborted)"; "hang" if it hung.
     """
@@ -62,7 +61,7 @@ def death_of(kernel: str, problem: str, how: str) -> Death:
     environ = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     keep_to_one_thread(environ)
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, kernel, problem, how], env=environ, text=True,
+        [sys.executable, "-m", __name__, json.dumps(kernel), problem, how], env=environ, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
@@ -158,7 +157,8 @@ def main(kernel: str, problem: str, how: str) -> Death:
 
     # A core file takes longer to write than the search.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    subject, call = load(spec_of(kernel)), call_from_json(problem)
+    options = json.loads(kernel)
+    subject, call = subject_from(**options), call_from_json(problem)
     search = _Search(subject, how, time.monotonic() + SECONDS * _TO_MINIMISE)
     ended, seconds = search.ended(_plainest(subject, call))
     plain = seconds * (ended == "returned")
@@ -181,7 +181,8 @@ def main(kernel: str, problem: str, how: str) -> Death:
         said.append("  not tried, as no time was left: other features that it may need")
     said.append(f"  smallest: {described(smallest)}")
     said += [f"  passes with {difference(smallest, beside)}" for _, beside in needs[:1]]
-    said.append(f"  replay: {replay_line(smallest.to_json(), kernel, '', COMMAND)}")
+    replay = replay_line(smallest.to_json(), options["kernel"], "", COMMAND)
+    said.append(f"  replay: {replay}")
     return Death(said, [x for x, _ in needs])
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 from fa_verify.oracles.call import Call
+from fa_verify.session import options_of
 
 __all__ = ["FreshProcesses"]
 
@@ -31,11 +32,7 @@ class FreshProcesses:
 
     def __init__(self, config: pytest.Config) -> None:
         self._folder = config.invocation_params.dir
-        self._kernel = {
-            "kernel": config.getoption("--fa-kernel", None),
-            "assumed": config.getoption("--fa-assume", None),
-            "forward_only": bool(config.getoption("--fa-forward-only", False)),
-        }
+        self._kernel = options_of(config)
         # A mask of the user's is a class of this process.
         self._works = not config.getoption("--fa-mask", None)
         self._known: dict[tuple[str, tuple[Call, ...]], list[bool | None] | None] = {}

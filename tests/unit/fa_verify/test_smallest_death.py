@@ -32,6 +32,13 @@ def hangs(q, k, v, *, mask, sm_scale):
     return attend(q, k, v, mask, sm_scale)
 
 
+@attention_kernel(dtypes=("fp32",), gqa=False, masks=("causal",))
+def dies(q, k, v, *, mask, sm_scale):
+    if mask.window_left is not None or (q.requires_grad and k.shape[2] > 3):
+        os.abort()
+    return attend(q, k, v, mask, sm_scale)
+
+
 @attention_kernel(dtypes=("fp32",), gqa=False, backward=False)
 def raises(q, k, v, *, mask, sm_scale):
     raise ValueError("no death")
@@ -72,7 +79,7 @@ def there(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_death_is_minimised_and_named(name, call, how, title, beside, features):
-    death = death_of(f"kernels.py:{name}", call.to_json(), how)
+    death = death_of({"kernel": f"kernels.py:{name}"}, call.to_json(), how)
     assert death.lines[0].startswith(title)
     assert f"  {beside}" in death.lines
     assert death.features == features
@@ -90,4 +97,16 @@ def test_a_death_is_minimised_and_named(name, call, how, title, beside, features
 @pytest.mark.parametrize("kernel", ["kernels.py:raises", "kernels.py:hangs", "kernels.py:absent"])
 def test_a_call_that_returns_by_itself_is_not_called_a_death(kernel):
     call = Problem(M=2, N=3, dtype="fp32").to_json()
-    assert not death_of(kernel, call, "died of signal 11 (Segmentation fault)").lines
+    assert not death_of({"kernel": kernel}, call, "died of signal 11 (Segmentation fault)").lines
+
+
+@pytest.mark.usefixtures("there")
+def test_a_death_is_sought_under_the_options_of_the_run():
+    """It is one of windows, which --fa-assume adds, and not of gradients, which are not run."""
+    window = Problem(M=2, N=9, dtype="fp32", mask=Mask(causal=True, window_left=2))
+    kernel = {
+        "kernel": "kernels.py:dies", "assumed": '{"masks":["causal","window"]}',
+        "forward_only": True,
+    }  # fmt: skip
+    death = death_of(kernel, window.to_json(), "died of signal 6 (Aborted)")
+    assert [x.name for x in death.features] == ["window left"]

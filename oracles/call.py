@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from fa_verify.oracles.problem import Problem
 
-__all__ = ["Call", "changed", "record_from_json"]
+__all__ = ["Call", "changed", "record_from_json", "variants"]
 
 
 class Call:
@@ -94,6 +94,17 @@ def changed(call: _Call, **fields: Any) -> _Call:
             raise ValueError(f"a {call.kind} has no {' and '.join(others)}")
         own["attention"] = dataclasses.replace(call.attention, **others)
     return dataclasses.replace(call, **own)  # type: ignore[type-var]
+
+
+def variants(call: _Call, changes: Iterable[Mapping[str, Any]]) -> Iterator[_Call]:
+    """Yields the valid calls that result from changes of fields, without the call itself."""
+    for change in changes:
+        try:
+            other = changed(call, **change)
+        except ValueError:
+            continue
+        if other != call:
+            yield other
 
 
 def record_from_json(text: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from fa_verify.oracles.call import changed
+from fa_verify.oracles.call import variants
 from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -214,19 +214,8 @@ def reductions(problem: CacheProblem) -> Iterator[CacheProblem]:
         ),
     ]
     before = complexity(problem)
-    for other in _valid(problem, iter(changes)):
+    for other in variants(problem, iter(changes)):
         if complexity(other) < before:
-            yield other
-
-
-def _valid(problem: CacheProblem, changes: Iterator[dict[str, Any]]) -> Iterator[CacheProblem]:
-    """Yield the valid calls that result from changes, without the call itself."""
-    for change in changes:
-        try:
-            other = changed(problem, **change)
-        except ValueError:
-            continue
-        if other != problem:
             yield other
 
 
@@ -300,6 +289,9 @@ _OWN: Mapping[str, Callable[[CacheProblem], bool]] = {
     ),
     "unused entries": lambda x: x.spare > 0 and x.page_size == 0,
     "free rows": _has_free_rows,
+    "keys that fill their last page": lambda x: (
+        x.page_size > 0 and any(length and length % x.page_size == 0 for length in x.seqlens)
+    ),
     "more keys than one page": lambda x: max(_places(x), default=0) > 1 and x.page_size > 0,
     "pages": lambda x: x.page_size > 0,
     # The others follow the parts of the mask.
@@ -383,7 +375,7 @@ def without(
         changes = chain(changes, [{"mask": mask}, {"mask": mask, "N": max(full, default=1)}])
     elif name in ("window left", "right bound"):
         changes = chain(changes, _hiding_otherwise(name, problem))
-    for other in _valid(problem, iter(changes)):
+    for other in variants(problem, iter(changes)):
         if not holds(feature, other):
             yield other
 
@@ -439,6 +431,12 @@ def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]
         yield {"page_size": 1, "shared": 0}
     elif name == "free rows":
         yield {**lengthened(lambda length: longest), "N": longest, "spare": 0}
+    elif name == "keys that fill their last page":
+        yield lengthened(lambda length: length + (length % size == 0))
+        yield lengthened(lambda length: length - (length % size == 0 < length))
+        # As many pages, one row of which is free.
+        fewer = lengthened(lambda length: -(-length // size) * (size + 1) - (length > 0))
+        yield {**fewer, "page_size": size + 1, "shared": 0}
     elif name == "unused places of the page table":
         yield {**lengthened(lambda length: longest), "spare": 0}
     elif name == "unused entries":

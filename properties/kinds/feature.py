@@ -7,10 +7,13 @@ the features of a cause. Names read as phrases, unless ``_PHRASES`` has other wo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-__all__ = ["FIELDS", "Feature", "is_of_size", "is_soft", "phrase", "present"]
+__all__ = [
+    "FIELDS", "HIDING", "Feature", "is_of_size", "is_soft", "phrase", "present",
+    "sharpest",
+]  # fmt: skip
 
 Value = int | tuple[str, ...] | None
 _Call = TypeVar("_Call")
@@ -22,6 +25,8 @@ FIELDS = {
 }  # fmt: skip
 # Features at which an error first shows, beside those of sizes.
 _SOFT = frozenset(("inputs", "dout", "sm_scale", "config", "lse family", "out family"))
+# The ways to hide keys.
+HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
 _OF_SIZES = re.compile(r" (above|up to|is \d+|is no multiple of \d+)$")
 
 
@@ -55,6 +60,29 @@ def is_soft(feature: Feature) -> bool:
     A threshold of a size, or a family of inputs, is the one at which the error first shows.
     """
     return is_of_size(feature) or feature.name in _SOFT
+
+
+def _implied(features: Iterable[Feature]) -> set[str]:
+    """Return the names of features that a call with the given ones has anyway."""
+    names = {x.name for x in features}
+    found = {"hidden keys"} if names & {*HIDING} else set()
+    found |= {"right bound"} if "causal" in names else set()
+    for name in names:
+        size, _, what = name.partition(" ")
+        if size in ("M", "N") and what.startswith("is no multiple"):
+            found.add(f"M or N {what}")
+        if size == "G" and what != "up to":
+            found.add("grouped heads")
+    return found
+
+
+def sharpest(features: Iterable[Feature]) -> list[Feature]:
+    """Return features without those that others imply, and without multiples of an exact size."""
+    features = [*features]
+    exact = tuple(f"{x.name.split()[0]} is no" for x in features if re.search(r" is \d+$", x.name))
+    return [
+        x for x in features if x.name not in _implied(features) and not x.name.startswith(exact)
+    ]
 
 
 def present(feature: Feature, call: _Call, features: Callable[[_Call], list[Feature]]) -> bool:
@@ -109,7 +137,7 @@ def phrase(feature: Feature) -> str:
 
 
 _PHRASES = {
-    "zero size": "B, M or N of 0",
+    "zero size": "a size of 0",
     "empty rows": "rows that see no key",
     "hidden keys": "a mask that hides keys",
     "padded keys": "padded keys",

@@ -19,7 +19,7 @@ _DEFAULT = Problem()
 # share a key head.
 _MULTIPLES: dict[str, tuple[int, ...]] = {
     "M or N": (16, 32, 64, 128), "M": (16, 32, 64, 128), "N": (16, 32, 64, 128),
-    "D": (16, 32, 64), "Dv": (16, 32, 64), "B": (), "G": (), "H": (),
+    "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (), "H": (),
 }  # fmt: skip
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25
@@ -240,6 +240,8 @@ def _without_empty_rows(problem: Problem) -> Iterator[dict[str, Any]]:
     mask = problem.mask
     _, keys = mask.lengths(problem.B, problem.M, problem.N)
     if mask.seqlens_k is not None and 0 in keys:
+        longer = dataclasses.replace(mask, seqlens_k=tuple(x + 1 for x in keys))
+        yield {"mask": longer, "N": problem.N + 1}
         yield {"mask": dataclasses.replace(mask, seqlens_k=tuple(x or problem.N for x in keys))}
     if mask.seqlens_q is not None:
         yield {"mask": dataclasses.replace(mask, seqlens_q=None)}

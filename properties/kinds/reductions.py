@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from fa_verify.oracles.call import variants
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, TENSORS, Problem
 from fa_verify.properties.problems.mask_classes import bounds_of
@@ -66,9 +67,9 @@ def _weight(mask: Mask) -> int:
 def reductions(problem: Problem) -> Iterator[Problem]:
     """Yield problems that are simpler in one field, largest steps first."""
     yield from _shorter(problem)
-    yield from _valid(problem, _plainer(problem))
-    yield from _valid(problem, _smaller(problem))
-    yield from _valid(problem, ({"mask": mask} for mask in _masks(problem)))
+    yield from variants(problem, _plainer(problem))
+    yield from variants(problem, _smaller(problem))
+    yield from variants(problem, ({"mask": mask} for mask in _masks(problem)))
 
 
 def _shorter(batched: Problem) -> Iterator[Problem]:
@@ -77,17 +78,6 @@ def _shorter(batched: Problem) -> Iterator[Problem]:
     if count:
         yield batched.part(0, count // 2)
         yield batched.part(count // 2, count)
-
-
-def _valid(problem: Problem, changes: Iterator[dict[str, Any]]) -> Iterator[Problem]:
-    """Yield the valid problems that result from the changes, without the problem itself."""
-    for change in changes:
-        try:
-            changed = dataclasses.replace(problem, **change)
-        except ValueError:
-            continue
-        if changed != problem:
-            yield changed
 
 
 def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:

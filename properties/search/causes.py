@@ -41,6 +41,8 @@ __all__ = [
     "vanished",
 ]  # fmt: skip
 
+# Exceptions of an index past the end of a tensor. A wrong index inside gives wrong values.
+_OUTSIDE = ("raises OutOfBoundsError", "raises IndexError")
 # An error of at most so many bounds may come from roundings.
 _SLIGHT = 100.0
 _STATISTICS = tuple(x.key for x in (RMS, BIAS, LIMIT, IDENTITIES, BACKWARD))
@@ -148,7 +150,9 @@ class RootCause:
     def is_like(self, kind: str, outputs: Iterable[str]) -> bool:
         """Return whether a failure of a kind in some outputs may have this cause."""
         both = {*self.outputs} & {*outputs} or not (self.outputs and [*outputs])
-        return bool(both) and _family(kind) == _family(self.kind)
+        families = {_family(kind), _family(self.kind)}
+        outside = "values" in families and any(x.startswith(_OUTSIDE) for x in families)
+        return bool(both) and (len(families) == 1 or outside)
 
     def covers(self, other: RootCause) -> bool:
         """Return whether another cause is this one, or a part of it."""
@@ -192,7 +196,7 @@ def _family(kind: str) -> str:
 
 def vanished(kind: str, other: str) -> bool:
     """Return whether a kind is an exception, and another is one of wrong values."""
-    return " at " in kind and _family(other) == "values"
+    return " at " in kind and not kind.startswith(_OUTSIDE) and _family(other) == "values"
 
 
 def kind_of_finding(finding: Finding) -> str:

@@ -24,28 +24,38 @@ _ABOUT = {
     "group_sum": {"grouped heads"}, "empty_lse": {"empty rows", "parts without keys"},
     "softcap_slope": {"softcap"},
 }  # fmt: skip
+# The declarations that are about gradients.
+_OF_GRADIENTS = {"group_sum", "ds_scaled", "ds_from", "ds_roundings", "softcap_slope", "atomic"}
+_OF_FORWARD = {"out", "lse"}
 
 
 def declarations_that_fit(
-    runner: Runner, claim: Check, problems: Iterable[Call], features: Iterable[Feature]
+    runner: Runner,
+    claim: Check,
+    problems: Iterable[Call],
+    features: Iterable[Feature],
+    outputs: Iterable[str],
 ) -> tuple[str, ...]:
     """Return the declarations, such as ``group_sum="dtype"``, with which all problems pass.
 
     A declaration fits only if it says something of the features: a convention that holds for every
-    problem explains no failure of grouped heads alone.
+    problem explains no failure of grouped heads alone. One of gradients explains no wrong out.
 
     Args:
         runner: The runner on whose subject they fail.
         claim: The check that fails.
         problems: The failing problems.
         features: The features that they need.
+        outputs: The outputs that are wrong.
     """
     problems = tuple(problems)
+    of_forward = bool({*outputs} & _OF_FORWARD)
     hard = {x.name for x in features if not is_soft(x)} - {"dtype"}
     return tuple(
         ", ".join(f"{word}={_literal(value)}" for word, value in change.items())
         for change, subject in _declaring(runner.subject)
-        if hard <= _about(change)
+        if not (of_forward and _OF_GRADIENTS & {*change})
+        and hard <= _about(change)
         and bool(hard) == bool(_about(change))
         and _passes(subject, claim, problems)
     )

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from fa_verify.oracles.call import Call, changed
+from fa_verify.oracles.call import Call, changed, variants
 from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, guarantee_of
-from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.checks.claims import (
     CLAIMS,
     Check,
@@ -28,7 +28,7 @@ from fa_verify.properties.checks.claims import (
 )
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.replay_line import COMMAND, replay_line
-from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft
+from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.causes import (
     RootCause,
@@ -55,8 +55,6 @@ _GROWN = 39
 _WIDER = 4
 # Other seeds that all fail if sizes are to be named.
 _SEEDS = 4
-# The ways to hide keys.
-_HIDING = ("padded keys", "predicate", "window left", "right bound")
 # Problems without a feature that are tried: one of them may fail for another cause.
 _NEAREST = 3
 # Causes that one failure is searched for.
@@ -64,9 +62,12 @@ _MOST_NEW = 3
 # Runs of sequences of calls in fresh processes, and calls of the first of them.
 _MOST_FRESH, _EARLIER = 8, 64
 
-# Layouts of which no two tensors have the same strides, and characters of an exception that are the
-# same in every run.
-_STRIDED = ("bshd", "padded", "transposed", "bhsd")
+# Layouts of which no two tensors have the same strides, and with each tensor's columns apart.
+_STRIDED = (
+    ("bshd", "padded", "transposed", "bhsd"), ("transposed", "bhsd", "padded", "bshd"),
+    ("bhsd", "transposed", "bshd", "transposed"),
+)  # fmt: skip
+# Characters of an exception that are the same in every run.
 _SAME = 20
 # Fields of a finding that a cause keeps.
 _TOLD = ("output", "claim", "where", "bad", "total", "places")
@@ -134,8 +135,8 @@ class Failure:
         self._seen: dict[Call, _Outcome] = {}
         # Whether the problem's own call passes.
         self._alone: dict[Call, bool] = {}
-        # Numbers of causes that raise in the problem, and beyond which its values are wrong.
-        self._raised: list[int] = []
+        # Numbers of causes of a part of the failure: an exception, or some wrong outputs.
+        self._parts: list[int] = []
         # Numbers of the causes that this failure showed.
         self._tried: list[int] = []
         # The calls of this process before the failure, the failing one last.
@@ -167,7 +168,7 @@ class Failure:
             found = [number] if again == found and number in self._tried else again
             self._tried.append(number)
         found = found if isinstance(found, list) else self._tried[-1:]
-        return [*dict.fromkeys((*self._raised, *found))]
+        return [*dict.fromkeys((*self._parts, *found))]
 
     def is_explained(self, causes: list[RootCause]) -> bool:
         """Return whether some of the causes explain the failure."""
@@ -185,10 +186,11 @@ class Failure:
                 self.claim = check
                 break
         if self.claim is far_offsets and isinstance(self.problem, Problem):
-            strided = dataclasses.replace(self.problem, layouts=_STRIDED)
-            if self._run(strided, layout).findings:
-                # Near strides suffice.
-                self.claim, self.problem = layout, strided
+            for strided in variants(self.problem, ({"layouts": x} for x in _STRIDED)):
+                if self._run(strided, layout).findings:
+                    # Near strides suffice.
+                    self.claim, self.problem = layout, strided
+                    break
 
     def _of(self, problem: Call) -> _Outcome:
         """Run the check on a problem, once. A problem that is excluded counts as not judged."""
@@ -218,6 +220,9 @@ class Failure:
         if problem not in self._seen and self._is_late:
             raise _OutOfTimeError
         return self._of(problem)
+
+    def _passes(self, problem: Call) -> bool:
+        return self._tried_in_time(problem).passes
 
     @property
     def _is_late(self) -> bool:
@@ -260,8 +265,9 @@ class Failure:
             if not cause.is_like(outcome.kind, outcome.outputs):
                 continue
             if not cause.features:
-                # A feature that was not tried may be one of it.
-                if not cause.untried and self._fails_plainly(cause, problem):
+                # A feature that was not tried may be one of it, and other outputs wrong by another.
+                whole = {*outcome.outputs} <= {*cause.outputs}
+                if whole and not cause.untried and self._fails_plainly(cause, problem):
                     return [cause.number]
                 continue
             features = [x for x in cause.features if self.kind.holds(x, problem)]
@@ -271,13 +277,14 @@ class Failure:
                 beyond = self._of(beside)
                 if beyond.passes:
                     if note:
-                        self._note(cause, features, problem, outcome)
+                        self._note(cause, features, problem, outcome.outputs)
                     return [cause.number]
                 if beyond.findings and left is None:
                     left = beside, [x for x in causes if x != cause]
-                    if note and vanished(cause.kind, beyond.kind):
-                        self._note(cause, features, problem, outcome)
-                        self._raised.append(cause.number)
+                    right = [x for x in outcome.outputs if x not in beyond.outputs]
+                    if note and (right or vanished(cause.kind, beyond.kind)):
+                        self._note(cause, features, problem, right)
+                        self._parts.append(cause.number)
         if left is None:
             return problem
         return self._known(*left, note=note)
@@ -298,12 +305,12 @@ class Failure:
         yield from self.kind.without(feature, problem, self.runner.subject.configs)
 
     def _note(
-        self, cause: RootCause, features: list[Feature], problem: Call, outcome: _Outcome
+        self, cause: RootCause, features: list[Feature], problem: Call, outputs: Iterable[str]
     ) -> None:
         """Add to a cause what one more of its failures shows."""
         # Another process may have changed it meanwhile.
         cause = next((x for x in self.store.known() if x.number == cause.number), cause)
-        outputs = tuple(dict.fromkeys((*cause.outputs, *outcome.outputs)))
+        outputs = tuple(dict.fromkeys((*cause.outputs, *outputs)))
         of_both = tuple(
             next((x.joined(y) for y in self.kind.features(problem) if x.is_of(y)), x)
             for x in features
@@ -354,36 +361,49 @@ class Failure:
         needed: list[Feature] = []
         passing: list[tuple[bool, Call]] = []
         untried: list[str] = []
-        steady: bool | None = None
-        for feature in self.kind.features(smallest):
-            if feature.name == "dtype":
+        try:
+            steady = self._steady(smallest, kind)
+        except _OutOfTimeError:
+            steady = smallest
+        # A feature is tried on a problem that fails whatever its values are, if there is one.
+        tried = steady or smallest
+        for feature in self.kind.features(tried):
+            if feature.name == "dtype" or not self.kind.holds(feature, smallest):
+                continue
+            if steady is None and is_of_size(feature):
                 continue
             try:
-                if is_of_size(feature):
-                    if steady is None:
-                        steady = self._fails_with_other_values(smallest, kind)
-                    if not steady:
-                        continue
-                beside = self._needs(feature, smallest, kind, needed)
+                beside = self._needs(feature, tried, kind, needed)
                 if beside is not None:
-                    needed += self._sharpened(feature, smallest, beside, kind, needed)
-                    if self._of(beside).passes:
-                        passing.append((is_soft(feature), beside))
+                    needed += self._sharpened(feature, tried, beside, kind, needed)
+                    near = (x for x in self._without(feature, smallest) if self._passes(x))
+                    passing += [(is_soft(feature), x) for x in islice(near, 1)]
             except _OutOfTimeError:
                 untried.append(feature.name)
-        needed = _sharpest(needed)
+        # There are more ways to lack a feature of masks that others imply.
+        sharp = sharpest(needed)
+        needed = [x for x in needed if x in sharp or x.name in ("hidden keys", "right bound")]
         ranked = min(passing, key=lambda x: (x[0], distance(x[1], smallest)), default=None)
         nearest = None if ranked is None else ranked[1]
-        dtypes, passes, not_run = self._dtypes(smallest, problem, nearest, needed, kind)
+        dtypes, passes, not_run = self._dtypes(tried, problem, nearest, needed, kind)
         if passes:
             needed.append(Feature("dtype", dtypes))
             nearest = nearest or _in_dtype(smallest, passes[0])
         untried += not_run
         offered: tuple[str, ...] = ()
         try:
-            failing = [x for x in self._alike(smallest) if self._fails_alike(x, kind, needed)]
-            failing = [*dict.fromkeys((smallest, problem, *failing))]
-            offered = declarations_that_fit(self.runner, self.claim, failing, needed)
+            failing = [x for x in self._alike(tried) if self._fails_alike(x, kind, needed)]
+            if not needed and not passes and isinstance(smallest, Problem):
+                # One key alone has no gradient of a score.
+                N = {"N": smallest.N + 1}
+                longer = variants(smallest, (N, {**N, "M": smallest.M + 1}))
+                outputs = [y for x in longer for y in self._tried_in_time(x).outputs]
+                outputs = [*dict.fromkeys((*outcome.outputs, *outputs))]
+                outcome = dataclasses.replace(outcome, outputs=tuple(outputs))
+            failing = [*dict.fromkeys((smallest, problem, tried, *failing))]
+            offered = declarations_that_fit(
+                self.runner, self.claim, failing, needed, outcome.outputs
+            )
         except _OutOfTimeError:
             untried.append("declarations")
         return self._cause(
@@ -453,7 +473,7 @@ class Failure:
         """
         explained = None
         # A kernel may support one way alone to hide keys.
-        alone = feature.name in _HIDING and Feature("hidden keys") in needed
+        alone = feature.name in HIDING and Feature("hidden keys") in needed
         for beside in self._without(feature, problem):
             if not all(self.kind.holds(x, beside) for x in needed):
                 continue
@@ -471,17 +491,40 @@ class Failure:
                 explained = explained or beside
         return problem if alone else explained
 
-    def _fails_with_other_values(self, problem: Call, kind: str) -> bool:
-        """Return whether a problem fails with other seeds too.
+    def _steady(self, problem: Call, kind: str) -> Call | None:
+        """Return a failing problem, or a wider one, that fails whatever its values are.
 
-        If it does not, some elements err, of more elements more, and a size at which one of them
+        If there is none, some elements err, of more elements more, and a size at which one of them
         first does is no property of the kernel.
         """
-        seeds = range(problem.seed + 10, problem.seed + 10 + _SEEDS)
-        try:
-            return all(self._fails_alike(changed(problem, seed=x), kind, []) for x in seeds)
-        except ValueError:  # calls of this kind have no other seed
-            return True
+        for wide in self._wider(problem):
+            try:
+                seeds = [changed(wide, seed=wide.seed + 10 + x) for x in range(_SEEDS)]
+            except ValueError:  # calls of this kind have no other seed
+                return problem
+            if all(self._fails_alike(x, kind, []) for x in seeds):
+                return problem if wide == problem else self._with_fewest_keys(wide, kind)
+        return None
+
+    def _wider(self, problem: Call) -> Iterator[Call]:
+        """Yield a problem, then those with more rows and heads, the most first."""
+        yield problem
+        of = problem.attention or problem
+        M, H, Hk = (getattr(of, x, 0) for x in ("M", "H", "Hk"))
+        rows, heads = {"M": M + _GROWN}, {"H": 4 * H, "Hk": 4 * Hk}
+        yield from variants(problem, ({**rows, **heads}, rows, heads))
+
+    def _with_fewest_keys(self, wide: Call, kind: str) -> Call:
+        """Return a failing problem with the fewest keys with which it fails."""
+        low, high = 0, getattr(wide.attention, "N", 0)
+        while high - low > 1:
+            middle = (low + high) // 2
+            fewer = next(variants(wide, [{"N": middle}]), None)
+            if fewer is not None and self._fails_alike(fewer, kind, []):
+                wide, high = fewer, middle
+            else:
+                low = middle
+        return wide
 
     def _alike(self, problem: Call) -> Iterator[Call]:
         """Yield problems like a problem, with other values, more rows and keys, or more heads."""
@@ -495,12 +538,11 @@ class Failure:
                 {"N": N, "seed": problem.seed + 5},
                 {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": problem.seed + 6},
             ]
-        for change in changes:
-            try:
-                other: Call = changed(problem, **change)
-            except ValueError:
-                continue
-            yield other
+            if {*problem.layouts} != {LAYOUTS[0]}:
+                for other in ("strided", "transposed"):
+                    layouts = tuple(x if x == LAYOUTS[0] else other for x in problem.layouts)
+                    changes.append({"layouts": layouts})
+        yield from variants(problem, changes)
 
     def _fails_alike(self, problem: Call, kind: str, needed: list[Feature]) -> bool:
         """Return whether a problem with the needed features fails as one of a kind does."""
@@ -537,19 +579,15 @@ class Failure:
 
         def fails(larger: int) -> bool | None:
             fields = {"H": attention.Hk * larger} if size == "G" else {size: larger}
-            try:
-                other: Call = changed(problem, **fields)
-            except ValueError:
+            other = next(variants(problem, [fields]), None)
+            if other is None or not all(self.kind.holds(x, other) for x in needed):
                 return None
-            if not all(self.kind.holds(x, other) for x in needed):
-                return None
-            if not self._tried_in_time(other).judged:
-                return None
-            return self._fails_alike(other, kind, [])
+            judged = self._tried_in_time(other).judged
+            return self._fails_alike(other, kind, []) if judged else None
 
         if what != "above":
             multiple = int(what.split()[-1])
-            others = [number + x * multiple for x in (-1, 1, 3)]
+            others = [number + 1, *(number + x * multiple for x in (-1, 1, 3))]
             if size in ("D", "Dv"):
                 others += [8, 24, 40, 72, 80, 96]  # head dims that kernels declare
             same = (x for x in others if x > 0 and x != number and x % multiple)
@@ -643,6 +681,11 @@ class Failure:
         None if it fails by itself: in a fresh process, or where none can be asked. The sequence is
         empty if none was found.
         """
+        if self._check_of(problem) == G8.key and isinstance(problem, Problem):
+            # The check calls copies in turn. A call of them may leave something behind.
+            plain = dataclasses.replace(problem, layouts=Problem().layouts)
+            alone, both = (self._passes_freshly(x, "") for x in ([problem], [plain, problem]))
+            return (plain,) if (alone, both) == (True, False) else None
         if self._passes_freshly([problem]) is not True:
             return None
         before = [x for x in self._before if x != problem]
@@ -665,16 +708,19 @@ class Failure:
             calls = shorter
         return tuple(calls)
 
-    def _passes_freshly(self, calls: Sequence[Call]) -> bool | None:
-        """Return whether the last of some calls passes in a fresh process; None if unknown."""
-        if self._fresh is None or self._check_of(calls[-1]):
+    def _passes_freshly(self, calls: Sequence[Call], name: str | None = None) -> bool | None:
+        """Return whether the last of some calls passes in a fresh process; None if unknown.
+
+        The check has a name; that of the failure by default, empty for the standing ones alone.
+        """
+        if self._fresh is None or (name is None and self._check_of(calls[-1])):
             return None
-        names = (x.name for x in CLAIMS if x.check is self.claim)
-        name = next(names, "")
-        standing = {x.guarantee.key for x in standing_of(self.problem.kind)}
-        first = self._of(calls[-1]).findings or self._findings
-        if not name and guarantee_of(first[0].guarantee) not in standing:
-            return None  # the check is no row of claims
+        if name is None:
+            name = next((x.name for x in CLAIMS if x.check is self.claim), "")
+            standing = {x.guarantee.key for x in standing_of(self.problem.kind)}
+            first = self._of(calls[-1]).findings or self._findings
+            if not name and guarantee_of(first[0].guarantee) not in standing:
+                return None  # the check is no row of claims
         found = self._fresh(calls, name)
         return None if found is None else found[-1]
 
@@ -715,19 +761,6 @@ def _guarantee_of_check(claim: Check) -> str:
     """Return the key of the guarantee that a check asks, if it makes calls of its own."""
     keys = (x.guarantee.key for x in CLAIMS if x.check is claim and not x.standing)
     return next((x for x in keys if x in _OTHER_CALLS), "")
-
-
-def _sharpest(features: list[Feature]) -> list[Feature]:
-    """Return features without those that others imply."""
-    names = {x.name for x in features}
-    exact = tuple(
-        f"{x.split()[0]} is no" for x in names if x.split()[-1].isdigit() and x.split()[-2] == "is"
-    )
-    implied = {
-        *("M or N" + x[1:] for x in names if x[:2] in ("M ", "N ") and " is no multiple" in x),
-        *(["grouped heads"] if "G above" in names or any("G is" in x for x in names) else []),
-    }
-    return [x for x in features if x.name not in implied and not x.name.startswith(exact)]
 
 
 def _dtypes_of(subject: Subject) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
-from fa_verify.oracles.call import Call, changed
+from fa_verify.oracles.call import Call, variants
 from fa_verify.properties.kinds.registry import kind_of
 
 __all__ = ["minimized"]
@@ -46,7 +46,7 @@ def minimized(
     """
 
     def candidates_of(call: Call) -> Iterator[Call]:
-        return chain(_changed(call, first), kind_of(call).reductions(call))
+        return chain(variants(call, first), kind_of(call).reductions(call))
 
     complexity = kind_of(problem).complexity
     deadline = time.monotonic() + _SECONDS
@@ -67,14 +67,3 @@ def minimized(
         if complexity(found[0].problem) <= complexity(findings[0].problem):
             findings, candidates = found, candidates_of(candidate)
     return findings
-
-
-def _changed(call: Call, changes: Sequence[dict[str, Any]]) -> Iterator[Call]:
-    """Yield the valid calls that result from the changes, without the call itself."""
-    for change in changes:
-        try:
-            other: Call = changed(call, **change)
-        except ValueError:
-            continue
-        if other != call:
-            yield other

@@ -28,7 +28,7 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.declared_values import not_drawn
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
-from fa_verify.pytest_plugin.causes.confirming import agrees, answers_of
+from fa_verify.pytest_plugin.causes.confirming import answers_of, confirmed
 from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, title, verdict
@@ -174,7 +174,7 @@ class Causes:
             violation.beyond += beyond.judged
 
     def _confirm(self, runner: Runner, numbers: Sequence[int]) -> None:
-        """Leave out the declarations of causes that a probe contradicts, and add an alignment.
+        """Leave out the declarations of causes that a probe does not confirm; add an alignment.
 
         The probe asks once, when a cause first has a declaration or concerns unequal lengths.
         """
@@ -188,7 +188,7 @@ class Causes:
                 continue
             if self._answers is None:
                 self._answers = answers_of(runner.subject, cause.problem.device)
-            kept = [x for x in cause.declarations if agrees(x, self._answers)]
+            kept = [*confirmed(cause.declarations, self._answers, cause.outputs)]
             if aligned and self._answers.get("causal_alignment") == "top-left":
                 kept.append('causal_alignment="top-left"')
             self.store.replace(dataclasses.replace(cause, declarations=tuple(kept)))

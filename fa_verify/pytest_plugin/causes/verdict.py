@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, guarantee_of
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
+from fa_verify.properties.kinds.feature import Feature, is_soft, phrase, sharpest
 from fa_verify.properties.search.causes import RootCause, described, difference
 from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
 
@@ -79,8 +79,6 @@ _OF_CHECKS = {
     G8.key: "Inputs with other strides",
     G12.key: "Offsets past 2**31 elements",
 }
-# Features of masks that hide keys.
-_HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
 # Declarations that exclude the problems with a feature.
 _EXCLUDING = {
     "zero size": "zero_sizes=False",
@@ -156,15 +154,7 @@ def _upper(words: str) -> str:
 def _main(cause: RootCause) -> list[Feature]:
     """Return the features to name: the hard ones; else all."""
     named = [x for x in cause.hard if x.name != "dtype" or not cause.all_dtypes]
-    return sorted(_not_implied(named), key=lambda x: x.name == "dtype")
-
-
-def _not_implied(features: Sequence[Feature]) -> list[Feature]:
-    """Return the features that no other one implies."""
-    names = {x.name for x in features}
-    implied = {"hidden keys"} if names & {*_HIDING} else set()
-    implied |= {"right bound"} if "causal" in names else set()
-    return [x for x in features if x.name not in implied]
+    return sorted(sharpest(named), key=lambda x: x.name == "dtype")
 
 
 def _problems_with(feature: Feature) -> str:
@@ -187,6 +177,8 @@ def explained(
     groups: dict[str, list[str]] = {}
     for test, message in others.items():
         groups.setdefault(alike(message), []).append(test)
+    # Smaller problems than the failing ones may show causes of their own.
+    found = [x for x in found if x.tests] or found
     found.sort(key=lambda x: -len(x.tests))
     rest = [Explained(None, tuple(names), others[names[0]]) for names in groups.values()]
     return found + sorted(rest, key=lambda x: -len(x.tests))
@@ -287,7 +279,7 @@ def evidence(cause: RootCause) -> str:
     else:
         tried = "every dtype" if not _untried_dtypes(cause) else ", ".join(cause.dtypes)
         found.append(tried if cause.all_dtypes else ", ".join(cause.dtypes))
-    needs = [phrase(x) for x in _not_implied(cause.features) if x.name != "dtype"]
+    needs = [phrase(x) for x in sharpest(cause.features) if x.name != "dtype"]
     if cause.after is not None:
         calls = [described(x) for x in cause.after]
         few = f"{' then '.join(calls)}" if len(calls) <= _CALLS else f"{len(calls)} calls"
@@ -363,7 +355,8 @@ def if_intended(cause: RootCause) -> str:
     if cause.depends_on:
         return ""
     if cause.declarations:
-        return " or ".join(cause.declarations)
+        apart = ", which nothing that was tried tells apart" * (len(cause.declarations) > 1)
+        return " or ".join(cause.declarations) + apart
     hard = [x for x in cause.features if not is_soft(x)]
     if cause.kind == "slight" or len(hard) != 1 or cause.check:
         return ""

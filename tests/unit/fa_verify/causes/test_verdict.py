@@ -12,6 +12,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.search.causes import RootCause
+from fa_verify.pytest_plugin.causes.confirming import confirmed
 from fa_verify.pytest_plugin.causes.shared import Shared
 from fa_verify.pytest_plugin.causes.verdict import (
     behaves_as,
@@ -295,3 +296,40 @@ def test_x_stops_after_the_first_cause(said):
     _, (text, code) = said
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "  FAILED  1 cause, 1 check: 1 failed" in text
+
+
+def test_causes_that_explain_no_failure_are_left_out():
+    other = dataclasses.replace(NAN, number=2)
+    assert [x.cause for x in explained([NAN, other], {2: ["a"]}, {})] == [other]
+    # Where none does, as after the death of a process, all are shown.
+    assert [x.cause for x in explained([NAN, other], {}, {"a": "E"})][:2] == [NAN, other]
+
+
+P = 'p_dtype="input"'
+
+
+@pytest.mark.parametrize(
+    ("offered", "answers", "outputs", "kept"),
+    [
+        # A probe finds one of them.
+        ((P, "p_normalised=True"), {"p_dtype": "input"}, ("dq",), (P,)),
+        ((P,), {"p_dtype": "fp32"}, ("dq",), ()),
+        # The backward rounds P, which leaves out as it is.
+        ((P,), {"p_dtype": "input", "p_dtype_of_out": "fp32"}, ("out", "lse"), ()),
+        ((P,), {"p_dtype": "fp32", "p_dtype_of_out": "input"}, ("out",), (P,)),
+        # A probe finds none, and nothing tells three apart.
+        ((P,), {}, ("out",), (P,)),
+        ((P, "p_normalised=True"), {}, ("out",), (P, "p_normalised=True")),
+        (('prescales="q"', 'prescales="k"', 'prescales="qk"'), {"p_dtype": "fp32"}, ("out",), ()),
+    ],
+)
+def test_declarations_are_offered_if_a_probe_finds_them_or_no_other_fits(
+    offered, answers, outputs, kept
+):
+    assert confirmed(offered, answers, outputs) == kept
+
+
+def test_two_declarations_are_offered_as_two():
+    cause = dataclasses.replace(NAN, declarations=("a=1", "b=2"))
+    assert if_intended(cause) == "a=1 or b=2, which nothing that was tried tells apart"
+    assert if_intended(dataclasses.replace(NAN, declarations=("a=1",))) == "a=1"

@@ -151,6 +151,12 @@ def reads_the_first_page(q, k_cache, v_cache, *, page_table=None, **given):
     return decode(q, k_cache, v_cache, page_table=page_table, **given)
 
 
+def loses_the_last_key_of_a_page(q, k_cache, v_cache, *, cache_seqlens, **given):
+    full = (cache_seqlens > 0) & (cache_seqlens % k_cache.shape[1] == 0)
+    lost = full.int() * (given["page_table"] is not None)
+    return decode(q, k_cache, v_cache, cache_seqlens=cache_seqlens - lost, **given)
+
+
 def reads_unused_places(q, k_cache, v_cache, *, page_table=None, **given):
     """Keys of places past the last page of an entry are multiplied by 0."""
     out, lse = decode(q, k_cache, v_cache, page_table=page_table, **given)
@@ -192,6 +198,10 @@ CACHES = {
     "the first page is read alone": (
         reads_the_first_page, cache_call(new=3),
         {"more keys than one page": None},
+    ),
+    "the last key of a full page is lost": (
+        loses_the_last_key_of_a_page, cache_call((32, 5)),
+        {"keys that fill their last page": None},
     ),
     "pages are taken as they lie": (
         takes_pages_as_they_lie, cache_call((14, 5, 3)), {"pages out of order": None},

@@ -19,6 +19,7 @@ from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature
+from fa_verify.properties.search import declaring
 from fa_verify.properties.search import failure as failure_module
 from fa_verify.properties.search.causes import Known, RootCause, described, difference
 from fa_verify.properties.search.failure import Beyond, Failure
@@ -49,6 +50,8 @@ def runner_of(*faults: str) -> Runner:
             k, v = (x.repeat_interleave(groups, 1).double() for x in (k, v))
         else:
             k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+        if "first lengths" in faults and mask.seqlens_k is not None:
+            mask = dataclasses.replace(mask, seqlens_k=mask.seqlens_k[:1] * len(q))
         seen = mask.dense(*q.shape[:3], k.shape[2])
         weights = (q.double() @ k.mT * sm_scale).masked_fill(~seen, -math.inf).softmax(3)
         if "unguarded" not in faults:
@@ -95,6 +98,8 @@ PLANTED = {
     "hidden scaled": (CAUSAL, "error", {"hidden keys"}),
     "wide tile": (LONG, "error", {"M above"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
+    # The entry without a key has the one of the other, which is no fault of empty rows.
+    "first lengths": (Problem(B=2, N=3, mask=Mask(seqlens_k=(1, 0))), "error", {"padded keys"}),
 }
 
 
@@ -314,7 +319,21 @@ def runner_with(fault, **declared) -> Runner:
     return Runner(Subject.of(attention, "attention"), Tally())
 
 
+def late_maximum(out, q, k, v):
+    """Rows whose largest score is one of a key past the 16th are wrong."""
+    scores = q.double() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).double().mT
+    late = scores.argmax(3, keepdim=True) >= 16 if k.shape[2] else torch.tensor(False)
+    return torch.where(late, 2 * out, out)
+
+
 SHAPES = {
+    "some rows of N > 16": (late_maximum, {"N above": 16}),
+    "D odd": (
+        lambda out, q, k, v: out * (1 + q.shape[3] % 2), {"D is no multiple of 2": None},
+    ),
+    "D ragged": (
+        lambda out, q, k, v: out * (1 + bool(q.shape[3] % 8)), {"D is no multiple of 8": None},
+    ),
     "N > 17": (lambda out, q, k, v: out * (1 + (k.shape[2] > 17)), {"N above": 17}),
     "16 < N < 32": (
         lambda out, q, k, v: out * (1 + (16 < k.shape[2] < 32)), {"N above": 16, "N up to": 31},
@@ -336,9 +355,9 @@ SHAPES = {
 @pytest.mark.parametrize("fault", SHAPES)
 def test_sizes_of_a_cause_are_those_at_which_a_kernel_changes(fault):
     wrong, needed = SHAPES[fault]
-    dims = (16, 32, 40, 41, 42, 48, 64, 128) if fault[0] == "D" else None
+    dims = (16, 32, 40, 41, 42, 43, 48, 64, 128) if fault[0] == "D" else None
     runner = runner_with(wrong, **({"head_dims": dims} if dims else {}), dtypes=("fp32",))
-    D = 48 if fault[0] == "D" else 16
+    D = 41 if fault in ("D odd", "D ragged") else 48 if fault[0] == "D" else 16
     problem = Problem(B=2, H=10, Hk=2, M=21, N=27, D=D, Dv=D)
     (cause,) = causes_of(runner, problem, Known())
     assert dict(cause.features) == needed
@@ -430,3 +449,98 @@ def test_offsets_are_one_cause_that_names_the_tensor():
     assert cause.check == "G12"
     assert not cause.features
     assert "offsets pass 2**31 elements, in k of strides (" in cause.finding["claim"]
+
+
+def test_a_size_is_not_needed_if_a_tensor_with_other_strides_fails_without_it():
+    """Keys of one row and other columns fail, too."""
+
+    def fault(out, q, k, v):
+        rows = k.stride(-2) != k.shape[3] and k.shape[2] > 1
+        return out * (1 + (rows or k.stride(-1) != 1))
+
+    layouts = ("bhsd", "bshd", "bhsd", "bhsd")
+    (cause,) = causes_of(runner_with(fault), Problem(H=2, Hk=2, N=5, layouts=layouts), Known())
+    assert [x.name for x in cause.features] == ["layout of k"]
+
+
+class OutOfBoundsError(IndexError):
+    """As the interpreter raises it."""
+
+
+def test_a_load_past_a_tensor_and_a_wrong_one_inside_are_one_cause():
+    def fault(out, q, k, v):
+        if not k.is_contiguous() and k.shape[2] > 8:
+            raise OutOfBoundsError("element 99 of 9")
+        return out * (1 + (not k.is_contiguous()))
+
+    runner, store = runner_with(fault, dtypes=("fp32",)), Known()
+    layouts = ("bhsd", "transposed", "bhsd", "bhsd")
+    for N in (5, 9):
+        causes_of(runner, Problem(M=2, N=N, layouts=layouts), store)
+    (cause,) = store.known()
+    assert [x.name for x in cause.hard] == ["layout of k"]
+
+
+def test_strides_that_are_wrong_nearby_are_no_distant_offsets():
+    def fault(out, q, k, v):
+        return out * (1 + (k.stride(-2) < k.stride(-1)))
+
+    runner, store = runner_with(fault, dtypes=("fp32",), backward=False), Known()
+    problem = Problem(M=3, N=5)
+    found = runner.findings(problem, claims.far_offsets)
+    Failure(runner, claims.far_offsets, found, store).causes()
+    (cause,) = store.known()
+    assert cause.check == ""
+    assert [x.name for x in cause.hard] == ["layout of k"]
+
+
+def test_outputs_that_a_cause_of_every_problem_leaves_right_have_another_cause():
+    """The gradient of v is wrong in every call, and out is where N > 16."""
+
+    def fault(out, q, k, v):
+        return out * (1 + (k.shape[2] > 16)) + (v - v.detach()).mean(2, keepdim=True)
+
+    runner, store = runner_with(fault, dtypes=("fp32",)), Known()
+    (gradient,) = causes_of(runner, Problem(M=3, N=5), store)
+    assert gradient.outputs == ("dv",)
+    causes_of(runner, Problem(M=3, N=20, dout="zero"), store)
+    _, cause = store.known()
+    assert cause.features == (Feature("N above", 16),)
+    # A failure of both has both.
+    found = runner.findings(Problem(M=2, N=30), accuracy)
+    assert sorted(Failure(runner, accuracy, found, store).causes()) == [1, 2]
+
+
+def test_declarations_of_gradients_explain_no_wrong_out(monkeypatch):
+    """A wider bound of every P would let the failures pass."""
+    monkeypatch.setattr(declaring, "_passes", lambda subject, claim, problems: True)
+    runner = runner_of()
+    for outputs, offered in ((("out",), False), (("dk", "out"), False), (("dk",), True)):
+        found = declaring.declarations_that_fit(runner, accuracy, [Problem()], (), outputs)
+        assert ("ds_roundings=2" in found) == offered
+        assert "p_dtype" in "".join(found)
+
+
+def test_strides_that_fail_after_others_are_a_matter_of_the_call_before():
+    """The kernel keeps the order of the first axes of k, which the check of strides changes."""
+
+    def kept_order():
+        order = []
+
+        def fault(out, q, k, v):
+            order.append(k.stride(-2) < k.stride(-1))
+            return out * (1 + (order[0] != order[-1]))
+
+        return runner_with(fault, dtypes=("fp32",), backward=False)
+
+    def fresh(calls, name):
+        anew = kept_order()
+        return [not anew.findings(call, accuracy) for call in calls]
+
+    runner, store = kept_order(), Known()
+    problem = Problem(M=3, N=5, layouts=("bhsd", "transposed", "bhsd", "bhsd"))
+    found = runner.findings(problem, claims.layout)
+    Failure(runner, claims.layout, found, store, fresh).causes()
+    (cause,) = store.known()
+    assert [x.layouts[1] for x in cause.after] == ["bhsd"]
+    assert cause.depends_on == "earlier calls"

@@ -68,9 +68,19 @@ def checked(label: Label) -> tuple[list[dict[str, Any]], float, str]:
         seconds = time.monotonic() - begun
     # The last line of a run that was ended may be a part of one.
     records = [json.loads(line) for line in lines if '"kind": "cause"' in line and line[-1] == "}"]
-    causes = [{key: record[key] for key in RECORDED} for record in records]
+    causes = [recorded(record) for record in records]
     end = f"over {SECONDS} s" if status == -9 else f"status {status}"
     return causes, first or seconds, end
+
+
+def recorded(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what is said of a cause. A death has a message, and neither dtypes nor offers."""
+    if "evidence" in record:
+        return {key: record[key] for key in RECORDED}
+    needs = re.search(r"^  (needs .*)$", record["message"], re.MULTILINE)
+    of_death = {"title": record["title"], "evidence": f"; {needs[1]}" if needs else ""}
+    plain = dict.fromkeys(RECORDED, "") | dict.fromkeys(("outputs", "dtypes", "declarations"), ())
+    return plain | of_death | {"depends_on": "a death"}
 
 
 def conditions(cause: dict[str, Any]) -> list[str]:

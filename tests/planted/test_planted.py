@@ -16,7 +16,7 @@ from fa_verify import verify
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.masks.mask import Mask
 from tests.mutation.harness.sites import rate_interval
-from tests.planted.__main__ import conditions, judged, labels, table
+from tests.planted.__main__ import conditions, judged, labels, recorded, table
 
 FOLDER = Path(__file__).parent / "faults"
 LABELS = {label["kernel"]: label for label in labels()}
@@ -199,3 +199,13 @@ def test_the_table_counts_faults_and_false_sentences():
     lines = list(table([row, row | {"title": False, "false": 2}]))
     assert lines[-1] == "all is true of 1 of 2 faults, 50% [9%, 91%]; 2 false sentences"
     assert rate_interval(0, 10)[0] == pytest.approx(0.0)
+
+
+def test_what_a_death_needs_is_compared_too():
+    message = (
+        "Problems with N > 40 do not return within 5 s (hang)\n  needs N > 40\n  smallest: N=41"
+    )
+    cause = recorded({"title": message.partition("\n")[0], "message": message})
+    assert all(judged(cause, LABELS["calls.py:HangsPast40"]).values())
+    cause = recorded({"title": "t", "message": message.replace("40", "8")})
+    assert not judged(cause, LABELS["calls.py:HangsPast40"])["threshold"]

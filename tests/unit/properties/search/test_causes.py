@@ -143,7 +143,8 @@ def test_a_fault_behind_a_known_one_is_found_on_a_problem_without_it():
     runner, store = runner_of("unguarded", "rounded"), Known()
     causes_of(runner, EMPTY, store)
     # Its rows without a key give NaN, which hides the rounding.
-    (cause,) = causes_of(runner, BOTH, store)
+    known, cause = causes_of(runner, BOTH, store)
+    assert {x.name for x in known.hard} == {"empty rows"}
     assert {x.name for x in cause.hard} == {"grouped heads", "dtype"}
 
 

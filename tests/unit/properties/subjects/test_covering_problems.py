@@ -1,0 +1,97 @@
+"""The problems of the covering array have the values that their row says."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa_verify.oracles.masks.prefix_lm import PrefixLM
+from fa_verify.properties.subjects.covering_problems import (
+    SharedKernel,
+    combinations_line,
+    covering_problems,
+    named,
+)
+from fa_verify.properties.subjects.declarations import SCORE_MODS
+from tests.unit.properties.subjects.test_supported import DECLARED, subject
+
+FURTHER = {
+    "nothing": {},
+    "all modifications": {"score_mods": SCORE_MODS, "lse_grad": True},
+    "multiples of 64": {"seqlen_multiple": 64, "head_dims": (64, 128), "masks": ("causal",)},
+    "latent attention": {"head_dims": (128, 512, 576)},
+    "multiples of 8": {"head_dims": tuple(range(8, 257, 8)), "dv_ne_d": False},
+}
+KERNELS = (SharedKernel("fp16", "default", 64, 128), SharedKernel("fp32", "default", 16, 16))
+
+
+# All declarations take a minute.
+@pytest.mark.parametrize("name", [*FURTHER, *[*DECLARED][1::3]])
+def test_problems_are_within_the_declarations(name):
+    """The subject's declarations exclude none, and every value that can be drawn occurs."""
+    one = subject(**{**DECLARED, **FURTHER}[name])
+    if one.merges_alone or one.reads_caches_alone:
+        pytest.skip("takes no padded tensors")
+    array = covering_problems(one, one.devices[0])
+    assert array.problems
+    assert not array.left_out
+    assert [x for x in array.problems if one.excludes(x)] == []
+    assert {x.dtype for x in array.problems} == {*one.dtypes}
+    assert len(array.problems) == len({x.to_json() for x in array.problems})
+
+
+def test_three_conditions_meet():
+    """Conjunctions that a thousand random problems lack."""
+    problems = covering_problems(subject(), "cpu").problems
+    for what in (
+        lambda x: x.G > 4 and x.M > 64,
+        lambda x: x.H > 16 and x.mask.window_left is not None,
+        lambda x: x.B > 8 and x.mask.causal and x.H > 16,
+        lambda x: x.N > 128 and x.M > x.N,
+        lambda x: x.M == x.N > 128 and x.mask.causal,
+        lambda x: x.mask.causal and (x.mask.window_left or 0) > 64,
+        lambda x: x.mask.causal and x.mask.window_left is not None and x.G > 4,
+        lambda x: x.D > 128 and x.G > 4 and x.M > 64,
+    ):
+        assert any(map(what, problems))
+
+
+def test_a_limit_leaves_large_problems_out():
+    array = covering_problems(subject(), "cpu", most=24)
+    assert all(-(-x.M // 64) * -(-x.N // 64) * x.B * x.H <= 24 for x in array.problems)
+    missing, count = array.missing(range(len(array.problems)))
+    assert missing == array.left_out
+    line = combinations_line(missing, count)
+    assert line.startswith(f"{count - len(missing):,} of {count:,} combinations")
+    assert "H>16" in line
+
+
+def test_problems_of_few_kernels_compile_no_others():
+    array = covering_problems(subject(score_mods=SCORE_MODS), "cuda", kernels=KERNELS)
+    assert {(x.dtype, x.config, x.D) for x in array.problems} == {x[:3] for x in KERNELS}
+    assert all(x.D == x.Dv and len({*x.layouts}) == 1 for x in array.problems)
+    assert all(x.softcap is None and x.bias == "none" for x in array.problems)
+    # Lengths end at the tiles of the kernel.
+    assert {x.M % 128 for x in array.problems if x.dtype == "fp16"} >= {0, 1}
+
+
+def test_problems_have_the_masks_of_a_class():
+    array = covering_problems(subject(), "cpu", mask=PrefixLM)
+    assert all(isinstance(x.mask, PrefixLM) for x in array.problems)
+    assert any(x.mask.seqlens_k and x.G > 4 for x in array.problems)
+
+
+def test_what_is_not_judged_is_missing():
+    array = covering_problems(subject(), "cpu")
+    missing, count = array.missing(range(1, len(array.problems)))
+    assert 0 < len(missing) < count
+    assert missing < array.combinations[0]
+
+
+def test_combinations_are_named():
+    words = named((("G", "G>4"), ("tiles of N", "2 tiles"), ("left window", "over tiles")))
+    assert words == "G>4, 2 tiles of N, left window over tiles"
+
+
+def test_a_subject_of_one_query_has_one():
+    array = covering_problems(subject(one_query=True), "cpu")
+    assert {x.M for x in array.problems} == {1}

@@ -46,6 +46,10 @@ _NEEDED = ("hypothesis", "pytest")
 _VERBOSE = re.compile(r"-[lqsx]*v[lqsvx]*|--verbose(=.*)?|--verbosity(=.*)?")
 # The replay line of ``verify``, and the string in it.
 _CALL = re.compile(r"""verify\(.*[._]from_json\(('(?:[^'\\]|\\.)*')\)""")
+# Options of the command that the plugin has too, with a value.
+_GIVEN_TO_PYTEST = (
+    "kernel", "assume", "mask", "replay", "minutes", "breadth", "report", "waive", "sarif"
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +129,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         _read_replay(options, replays)
     of_pytest = [
         f"--fa-{name}={value}"
-        for name in ("kernel", "assume", "mask", "replay", "minutes", "report", "waive", "sarif")
+        for name in _GIVEN_TO_PYTEST
         if (value := getattr(options, name, None)) is not None
     ]
     if getattr(options, "junit", None) is not None:
@@ -174,6 +178,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     )  # fmt: skip
     check.add_argument("--junit", metavar="FILE", help="write the outcomes of all tests as JUnit")
     check.add_argument("--sarif", metavar="FILE", help="write the findings as SARIF 2.1.0")
+    check.add_argument(
+        "--breadth", choices=("wide", "medium", "narrow"),
+        help="number and size of the problems on a CPU (default: by the speed of the kernel)",
+    )  # fmt: skip
     check.add_argument(
         "--waive", metavar="FILE",
         help="known failures, lines of 'guarantee, pattern, reason': they do not fail the run",

@@ -31,6 +31,11 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "action": "store_true",
         "help": "verify no gradients, as if the kernel declared backward=False",
     },
+    "breadth": {
+        "metavar": "NAME",
+        "help": "give a kernel on a CPU wide, medium or narrow problems, by their number and size "
+        "(default: by the time that it takes)",
+    },
     "quick": {
         "action": "store_true",
         "help": "run only the problems that kill most known faults, and regression files",

@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 
+from fa_verify.breadth import choose_breadth
 from fa_verify.oracles import renamed
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
@@ -93,7 +94,9 @@ WARNINGS = (
 HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
 QUICK = "test_quick"
 # The test files that --fa-mask runs.
-OF_MASKS = ("test_replay", "test_masks", "test_claims", "test_accuracy", "test_memory")
+OF_MASKS = (
+    "test_replay", "test_masks", "test_combinations", "test_claims", "test_accuracy", "test_memory"
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -167,6 +170,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OutsidePrograms(), "outside-programs")
     if not is_ours(config) or (not HAS_TRITON and _verifies(config)):
         _load_subject(config)
+    choose_breadth(config)
     if minutes_of(config) is not None:
         fuzz["max_examples"] = profiles.EXAMPLES_OF_A_TURN
         config.pluginmanager.register(Fuzzing(config, summary.tally, files.folder), "fuzzing")

@@ -15,10 +15,12 @@ import hypothesis
 import pytest
 import torch
 
+from fa_verify.breadth import breadth_of, combinations_of
 from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.problems.mask_examples import pictures
+from fa_verify.properties.subjects.covering_problems import combinations_line
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
 from fa_verify.session import CONFORMANCE, device_of, is_ours, is_whole, mask_of, subject_of
@@ -29,7 +31,7 @@ __all__ = ["REPLAY", "Summary"]
 REPLAY = pytest.StashKey[Call]()
 # In a run of the command without -v: the lines of the header that are shown beside the device, and
 # the most reasons for which problems were not judged.
-_SHOWN_IN_BRIEF = ("attention: subject", "attention: masks")
+_SHOWN_IN_BRIEF = ("attention: subject", "attention: masks", "attention: breadth")
 _MOST_REASONS = 3
 
 
@@ -79,6 +81,8 @@ class Summary:
         if not is_ours(config):
             subject = subject_of(config)
             lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
+        if breadth := config.getoption("--fa-breadth", None):
+            lines.append(f"attention: breadth {breadth}: {breadth_of(config).described}")
         if mask_of(config) is not None:
             lines.append(f"attention: masks of {config.getoption('--fa-mask')}")
         if REPLAY in config.stash:
@@ -94,6 +98,11 @@ class Summary:
         device, *others = self.pytest_report_header(session.config)
         for line in (device, *(x for x in others if x.startswith(_SHOWN_IN_BRIEF))):
             terminal.write_line(line.removeprefix("attention: "))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Give a worker the breadth of this process."""
+        node.workerinput["breadth"] = node.config.getoption("--fa-breadth", None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
@@ -148,6 +157,9 @@ class Summary:
             possible = possible_cells(subject_of(config), device_of(config))
             for line in coverage_lines(self.tally.coverage(possible)):
                 terminalreporter.write_line(line)
+        if self.tally.combined:
+            missing, count = combinations_of(config).missing(self.tally.combined)
+            terminalreporter.write_line(combinations_line(missing, count))
         if not self.tally.problems:
             terminalreporter.write_line("the subject refused all problems, so nothing was verified")
         if ON_GPU and HAS_TRITON:

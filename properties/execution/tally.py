@@ -66,6 +66,8 @@ class Tally:
         self.out_of_range: set[str] = set()
         # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
+        # Numbers of the judged problems of the covering array.
+        self.combined: set[int] = set()
         # The values of declarations that judged problems have.
         self.values: set[Value] = set()
         # Outputs that the subject is not asked for, with the declaration, to digests of problems.
@@ -166,6 +168,7 @@ class Tally:
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
             "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
+            "combined": sorted(self.combined),
             "values": sorted(map(list, self.values), key=str),
             "asked": {key: list(value) for key, value in self.asked.items()},
         }
@@ -188,6 +191,7 @@ class Tally:
         self.bins.update(record["bins"])
         self.elements.update({key: tuple(value) for key, value in record["elements"].items()})
         self.out_of_range.update(record["out_of_range"])
+        self.combined.update(record["combined"])
         self.values.update(Value(*value) for value in record["values"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from fa_verify.breadth import breadth_of
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import Check, Claim, Drawn
 from fa_verify.properties.comparison.compare import Violation
@@ -244,7 +245,9 @@ def for_all(
         large = shard.tile >= LARGE_TILE
         most = (MAX_COST_OF_LARGE_TILES if large else MAX_COST)[device]
         pairs = (MAX_PAIRS_OF_LARGE_TILES if large else MAX_PAIRS)[device]
-        of_batched = BATCHED_COST if device == "cpu" else BATCHED_SCORES // shard.tile**2
+        of_batched = BATCHED_SCORES // shard.tile**2
+        if device == "cpu":
+            of_batched = breadth_of(request.config).batched * BATCHED_COST
         wanted = dict(drawn.needs_of(shard))
         if drawn.batched:
             most = min(most, max(LEAST_COST, of_batched // 3))

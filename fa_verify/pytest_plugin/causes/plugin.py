@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fa_verify.breadth import combinations_of
 from fa_verify.conformance_process import Status
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Violation
@@ -390,7 +391,12 @@ class Causes:
         ):
             return {}
         tally = self.config.pluginmanager.get_plugin("summary").tally
-        return not_drawn(subject_of(self.config), tally.values)
+        found = not_drawn(subject_of(self.config), tally.values)
+        if tally.combined:
+            missing, count = combinations_of(self.config).missing(tally.combined)
+            if missing:
+                found["combinations"] = f"{len(missing):,} of {count:,}"
+        return found
 
     def pytest_unconfigure(self) -> None:
         """Remove the folder that the processes shared."""

@@ -1,0 +1,82 @@
+"""The number and size of problems follow the time that a kernel takes, or the option."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fa_verify import breadth
+from fa_verify.breadth import BREADTHS, breadth_of, choose_breadth
+from fa_verify.properties.subjects.subject import Subject
+
+
+def plain(q, k, v, *, mask, sm_scale):
+    seen = mask.dense(*q.shape[:3], k.shape[2])
+    return torch.softmax((q @ k.mT * sm_scale).masked_fill(~seen, -torch.inf), -1) @ v
+
+
+def slow(q, k, v, *, mask, sm_scale):
+    end = time.process_time() + 1.5
+    while time.process_time() < end:
+        pass
+    return plain(q, k, v, mask=mask, sm_scale=sm_scale)
+
+
+def ends(q, k, v, *, mask, sm_scale):
+    os.abort()
+
+
+def raises(q, k, v, *, mask, sm_scale):
+    raise ValueError("no result")
+
+
+class Config:
+    """The part of a configuration of pytest that ``choose_breadth`` reads."""
+
+    def __init__(self, monkeypatch, kernel, given=None, **options):
+        self.option = SimpleNamespace(fa_breadth=given, fa_kernel="a.py:kernel", **options)
+        subject = Subject.of(kernel, kernel.__name__)
+        monkeypatch.setattr(breadth, "subject_of", lambda config: subject)
+        monkeypatch.setattr(breadth, "device_of", lambda config: "cpu")
+
+    def getoption(self, name, default=None):
+        return getattr(self.option, name.lstrip("-").replace("-", "_"), default)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"), [(plain, "wide"), (slow, "narrow"), (ends, "narrow"), (raises, "narrow")]
+)
+def test_a_kernel_has_the_breadth_of_its_speed(monkeypatch, kernel, name):
+    config = Config(monkeypatch, kernel)
+    choose_breadth(config)
+    assert config.option.fa_breadth == name
+    assert breadth_of(config) is BREADTHS[name]
+
+
+def test_the_option_is_not_changed(monkeypatch):
+    config = Config(monkeypatch, plain, "narrow")
+    choose_breadth(config)
+    assert breadth_of(config).tile_pairs == 24
+
+
+def test_a_worker_has_the_breadth_of_the_process_that_started_it(monkeypatch):
+    config = Config(monkeypatch, ends)
+    config.workerinput = {"breadth": "medium"}
+    choose_breadth(config)
+    assert config.option.fa_breadth == "medium"
+
+
+@pytest.mark.parametrize("option", ["fa_quick", "fa_replay"])
+def test_a_run_of_given_problems_times_nothing(monkeypatch, option):
+    config = Config(monkeypatch, ends, **{option: True})
+    choose_breadth(config)
+    assert config.option.fa_breadth is None
+
+
+def test_an_unknown_breadth_is_refused(monkeypatch):
+    with pytest.raises(pytest.UsageError, match="'broad'; needs one of wide, medium, narrow"):
+        choose_breadth(Config(monkeypatch, plain, "broad"))

@@ -1,7 +1,8 @@
 """The order in which tests are dealt to workers.
 
-Forms of masks and regressions come first, then a sample of the conformance tests, the tests that
-take long, and all others. Conformance tests have an order without a pattern, the same in every run.
+Forms of masks, regressions and combinations come first, then a sample of the conformance tests,
+the tests that take long, and all others. Conformance tests have an order without a pattern, the
+same in every run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ LONGEST = (
 SPREAD = "conformance/"
 # Problems of a quick run stand in the order of their kills.
 IN_ORDER = "conformance/test_quick.py"
+# Each finds more faults than another test, in as many seconds.
+COMBINATIONS = "conformance/test_combinations.py"
 # One test of so many comes before those that take long. The time left follows from this sample.
 SAMPLE = 12
 
@@ -48,9 +51,9 @@ def full_name(test: str, root: Path) -> str:
     return f"{CONFORMANCE.name}/{test}" if root == CONFORMANCE else test
 
 
-def turn(test: str) -> tuple[bool, bool, int, int]:
+def turn(test: str) -> tuple[bool, bool, bool, int, int]:
     """Return the key that sorts tests, by their full names."""
-    first = FORMS not in test, not is_regression(test)
+    first = FORMS not in test, not is_regression(test), COMBINATIONS not in test
     if IN_ORDER in test or SPREAD not in test:
         return *first, _place(test), 2**32
     spread = zlib.crc32(test.encode())

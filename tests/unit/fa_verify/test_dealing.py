@@ -100,17 +100,19 @@ def test_the_command_deals_in_the_order_of_a_checkout():
     assert full_name("tests/conformance/test_a.py", Path("/")) == "tests/conformance/test_a.py"
     dealt = sorted(names, key=turn)
     assert dealt != sorted(names)
-    sample = [*itertools.takewhile(lambda x: turn(x)[2] < 0, dealt)]
+    sample = [*itertools.takewhile(lambda x: turn(x)[3] < 0, dealt)]
     assert len(ids) / SAMPLE / 3 < len(sample) < len(ids) / SAMPLE * 3
     long = [i for i, x in enumerate(dealt) if "state" in x and x not in sample]
     assert long == [*range(len(sample), len(sample) + len(long))]
 
 
-def test_regressions_come_first_and_a_quick_run_keeps_its_order():
-    regression = "conformance/test_replay.py::test_regression[mine]"
-    assert min([f"conformance/test_{i}.py::test" for i in range(40)] + [regression], key=turn) == (
-        regression
-    )
+def test_regressions_and_combinations_come_first_and_a_quick_run_keeps_its_order():
+    first = [
+        "conformance/test_replay.py::test_regression[mine]",
+        "conformance/test_combinations.py::test_every_combination[0]",
+    ]
+    others = [f"conformance/test_{i}.py::test" for i in range(40)]
+    assert sorted([*others, *reversed(first)], key=turn)[:2] == first
     quick = [f"conformance/test_quick.py::test[{i:03}-fp16]" for i in range(40)]
     assert sorted(quick, key=turn) == quick
 

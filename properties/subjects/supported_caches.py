@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 
-__all__ = ["cached", "hidden_first", "lengthened"]
+__all__ = ["cached", "hidden_first", "kernels_of", "lengthened"]
 
 # Keys before the call: none, one, around a tile, and several tiles.
 _KEYS = st.sampled_from((1, 0, 2, 5, 15, 16, 17, 33, 50))
@@ -98,11 +98,12 @@ def cached(
             attention=attention, page_size=page_size, new=new, shared=shared, spare=spare
         )
 
-    dims, masks, mods = subject.head_dims, subject.masks, subject.score_mods
-    # Each compiles a kernel, beside those of the same kernel for padded tensors.
-    large = ANY_HEAD_DIM if subject.reads_caches_alone else ()
+    masks, mods = subject.masks, subject.score_mods
     if mask is not None:
-        dims, masks, mods = (dims or (16,))[:1], (), ()
+        subject = dataclasses.replace(
+            subject, head_dims=(subject.head_dims or (16,))[:1], score_mods=()
+        )
+        masks, mods = (), ()
     rights = [
         right
         for right in ((0,) if subject.always_causal else (0, None, 0, 2))
@@ -113,21 +114,6 @@ def cached(
         for rows in (_PAGES if subject.page_sizes is None else (*subject.page_sizes, 0))
         if ("paged" if rows else "contiguous") in subject.cache
     ]
-    # Fields that select a kernel. A tile can have 192 columns, no power of two, in two parts.
-    constants: dict[str, tuple[Any, ...]] = {
-        "config": tuple(configs),
-        "D": dims or (16, 1, 3, 8, 20, 40, 64, 192, *large),
-        "Dv": dims or (16, 1, 7, 17, 64, *large),
-        "softcap": (None, None, 0.5) if "softcap" in mods else (None,),
-        "alibi": ("none", "none", "normal") if "alibi" in mods else ("none",),
-    }
-    few = [constants]
-    if kernels is not None:
-        axes: dict[str, Sequence[Any]] = {
-            name: [(x,) for x in dict.fromkeys(values)] for name, values in constants.items()
-        }
-        axes |= {name: padded_groups(constants[name]) for name in ("D", "Dv")}
-        few = [*combinations(axes, max(_FEW, *map(len, axes.values())), kernels)]
     fields = {
         "M": st.sampled_from((1,) if subject.one_query else (1, 2, 3, 5, 17)),
         "inputs": st.sampled_from(_INPUTS),
@@ -155,7 +141,7 @@ def cached(
     problems = st.one_of(
         [
             st.builds(made, **{name: st.sampled_from(x) for name, x in chosen.items()}, **others)
-            for chosen in few
+            for chosen in kernels_of(subject, configs, kernels)
         ]
     )
     if many_keys:
@@ -164,6 +150,33 @@ def cached(
         rows = 1 if subject.one_query else _ROWS
         problems = problems.map(lambda problem: hidden_first(problem, rows, windowed=windowed))
     return problems if mask is None else _masked(problems, mask)
+
+
+def kernels_of(
+    subject: Subject, configs: Sequence[str], kernels: str | None
+) -> list[dict[str, tuple[Any, ...]]]:
+    """Return values of the fields that select a kernel: of all, or of a few for a seed.
+
+    Each of the few has values of one kernel.
+    """
+    dims, mods = subject.head_dims, subject.score_mods
+    # Each compiles a kernel, beside those of the same kernel for padded tensors.
+    large = ANY_HEAD_DIM if subject.reads_caches_alone else ()
+    # A tile can have 192 columns, no power of two, in two parts.
+    constants: dict[str, tuple[Any, ...]] = {
+        "config": tuple(configs),
+        "D": dims or (16, 1, 3, 8, 20, 40, 64, 192, *large),
+        "Dv": dims or (16, 1, 7, 17, 64, *large),
+        "softcap": (None, None, 0.5) if "softcap" in mods else (None,),
+        "alibi": ("none", "none", "normal") if "alibi" in mods else ("none",),
+    }
+    if kernels is None:
+        return [constants]
+    axes: dict[str, Sequence[Any]] = {
+        name: [(x,) for x in dict.fromkeys(values)] for name, values in constants.items()
+    }
+    axes |= {name: padded_groups(constants[name]) for name in ("D", "Dv")}
+    return [*combinations(axes, max(_FEW, *map(len, axes.values())), kernels)]
 
 
 def lengthened(problem: CacheProblem) -> CacheProblem:

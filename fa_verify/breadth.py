@@ -12,14 +12,13 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.covering_problems import (
     CoveringProblems,
-    SharedKernel,
     covering_problems,
 )
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.session import device_of, is_ours, mask_of, subject_of
-from fa_verify.shards import has_table, shards_of
+from fa_verify.shards import has_table, shared_kernels
 
 __all__ = ["BREADTHS", "Breadth", "breadth_of", "choose_breadth", "combinations_of"]
 
@@ -114,11 +113,6 @@ def _combinations(config: pytest.Config) -> CoveringProblems:
     most, kernels = breadth_of(config).tile_pairs, ()
     if device == "cuda" or has_table(subject):
         # No kernel is compiled for the array alone.
-        shards = shards_of(subject) or shards_of(subject, float64=True)
-        if mask is not None:
-            shards = (min(shards, key=lambda x: max(x.head_dims)),)
-        kernels = tuple(
-            dict.fromkeys(SharedKernel(x.dtype, x.config, x.head_dims[0], x.tile) for x in shards)
-        )
+        kernels = shared_kernels(subject, mask is not None)
         most = _OURS_ON_CPU if device == "cpu" else None
     return covering_problems(subject, device, most=most, mask=mask, kernels=kernels)

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.covering_problems import covering_problems
 from fa_verify.properties.subjects.declared_values import Value, examples, values_of
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.shards import has_table
+from fa_verify.shards import has_table, shared_kernels
 
 __all__ = ["FILE", "Entry", "entries", "entries_for"]
 
 FILE = Path(__file__).with_suffix(".json")
 # Calls that differ in one argument each compile kernels for over a minute, in one process.
 COMPILED = {"sequence"}
+# Limit on the tile pairs of the problems that have every two values: seconds in the interpreter.
+_TILE_PAIRS = 24
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,24 @@ def entries() -> tuple[Entry, ...]:
 
 
 def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
-    """Yield the entries as problems that a subject supports, each once.
+    """Yield problems that a subject supports, each once.
 
-    Problems with the declared values that no entry has follow. The entries were chosen for the
-    project's own kernels, which other problems would compile more of. On a GPU they are without
-    sequences of calls.
+    Problems that have every two values of shape and mask come first, then the entries, and problems
+    with the declared values that none of these has. The project's own kernels, for which the
+    entries were chosen, have these alone: others would compile more of them. On a GPU entries are
+    without sequences of calls.
     """
+    had: set[Value] = set()
+    if not has_table(subject) and not subject.merges_alone and not subject.reads_caches_alone:
+        array = covering_problems(
+            subject, device, most=_TILE_PAIRS, pairs=True,
+            kernels=shared_kernels(subject) if device == "cuda" else (),
+        )  # fmt: skip
+        for problem in array.problems:
+            had |= values_of(subject, problem)
+            yield Entry(problem, ())
     left_out = set() if device == "cpu" else COMPILED
     seen: set[tuple[Problem, tuple[str, ...]]] = set()
-    had: set[Value] = set()
     for entry in entries():
         problem = fitted(subject, entry.problem, device)
         checks = tuple(x for x in entry.checks if x not in left_out)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from fa_verify.properties.subjects.covering_problems import SharedKernel
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["Shard", "has_table", "larger_shards_of", "shards_of"]
+__all__ = ["Shard", "has_table", "larger_shards_of", "shards_of", "shared_kernels"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,20 @@ def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
         for dtype in replaced.get("dtypes", subject.dtypes)
         if (dtype == "fp64") == float64
     )
+
+
+def shared_kernels(subject: Subject, mask: bool = False) -> tuple[SharedKernel, ...]:
+    """Return a kernel of each shard, which the tests of the shard compile too.
+
+    Args:
+        subject: The subject under test.
+        mask: Whether one of the smallest suffices, as masks do not depend on the kernel.
+    """
+    shards = shards_of(subject) or shards_of(subject, float64=True)
+    if mask:
+        shards = (min(shards, key=lambda x: max(x.head_dims)),)
+    found = (SharedKernel(x.dtype, x.config, x.head_dims[0], x.tile) for x in shards)
+    return tuple(dict.fromkeys(found))
 
 
 def _groups(subject: Subject) -> tuple[tuple[int, ...], ...]:

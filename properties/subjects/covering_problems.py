@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -146,6 +146,7 @@ def covering_problems(
     device: str,
     *,
     most: int | None = None,
+    pairs: bool = False,
     mask: type[Mask] | None = None,
     kernels: tuple[SharedKernel, ...] = (),
 ) -> CoveringProblems:
@@ -158,6 +159,7 @@ def covering_problems(
         subject: The subject.
         device: "cpu" or "cuda".
         most: Limit on the tile pairs of a problem; None is no limit.
+        pairs: Whether any two values of shape and mask suffice, and one of each other.
         mask: A class of masks that every problem has.
         kernels: If there are any, every problem has one of these, and what selects further kernels
             does not vary.
@@ -171,8 +173,10 @@ def covering_problems(
     names = ("B", "H", "G", "tiles of M", "tiles of N", "kernel")
     within = None if most is None else Constraint(names, lambda row: cost_of(row) <= most)
     # Values in padding do not meet layouts: their pairs alone would need most of the rows.
-    pairs = [[name for name in factors if name != "dirty"], [*_SHAPE, "dirty"]]
-    strengths = [(_SHAPE, 3), *((names, 2) for names in pairs)]
+    apart = [[name for name in factors if name != "dirty"], [*_SHAPE, "dirty"]]
+    strengths: list[tuple[Sequence[str], int]] = [(_SHAPE, 3), *((names, 2) for names in apart)]
+    if pairs:
+        strengths = [(_SHAPE, 2), ([*factors], 1)]
     array = covering(factors, strengths, constraints, within, subject.name)
     problems = tuple(build(row) for row in array.rows)
     return CoveringProblems(problems, array.combinations, array.left_out)

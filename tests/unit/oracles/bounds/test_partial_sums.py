@@ -144,6 +144,6 @@ def test_statistics_do_not_judge_partial_sums():
 def test_the_declarations_are_offered_together():
     runner = Runner(attention(16, PLAIN), Tally())
     for features in ([], [Feature("grouped heads")]):
-        offered = declarations_that_fit(runner, claims.accuracy, [PROBLEM], features)
+        offered = declarations_that_fit(runner, claims.accuracy, [PROBLEM], features, ["dk"])
         both = 'atomic=("dk", "dv"), partial_sums="input"'
         assert (both in offered) == (not features)

@@ -273,7 +273,9 @@ def test_automatic_differentiation_of_a_softcap_holds_unless_its_slope_is_declar
         findings = Runner(exact, Tally()).findings(problem, check)
         assert {"dk"} <= {x.output for x in findings} <= {"dq", "dk"}
     features = [Feature("softcap")]
-    offered = declarations_that_fit(Runner(exact, Tally()), claims.accuracy, [problem], features)
+    offered = declarations_that_fit(
+        Runner(exact, Tally()), claims.accuracy, [problem], features, ["dk"]
+    )
     assert offered == ('softcap_slope="difference"',)
 
 

@@ -119,4 +119,4 @@ def test_a_run_with_known_failures_passes_and_other_failures_are_found(folder):
     found = [y["message"] for x in records for y in x.get("findings", ())]
     assert any(x.startswith("G1 accuracy: dv of broken leaves the derived bound") for x in found)
     assert not any(x.startswith("G1 accuracy: out of broken") for x in found)
-    assert re.search(r"^1  .* wrong dv +explains", done.stdout, re.M), done.stdout
+    assert re.search(r"^1  .* wrong dv, dq, dk +explains", done.stdout, re.M), done.stdout

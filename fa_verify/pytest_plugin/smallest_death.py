@@ -181,7 +181,7 @@ def main(kernel: str, problem: str, how: str) -> Death:
         said.append("  not tried, as no time was left: other features that it may need")
     said.append(f"  smallest: {described(smallest)}")
     said += [f"  passes with {difference(smallest, beside)}" for _, beside in needs[:1]]
-    replay = replay_line(smallest.to_json(), options["kernel"], "", COMMAND)
+    replay = replay_line(smallest.to_json(), options["kernel"] or "", "", COMMAND)
     said.append(f"  replay: {replay}")
     return Death(said, [x for x, _ in needs])
 

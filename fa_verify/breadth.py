@@ -10,10 +10,7 @@ import pytest
 from fa_verify.forks import in_forks
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.covering_problems import (
-    CoveringProblems,
-    covering_problems,
-)
+from fa_verify.properties.subjects.covering_problems import CoveringProblems, covering_problems
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
@@ -38,7 +35,7 @@ class Breadth(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The effect of it, for the header of a run."""
+        """The limits in words, for the header of a run."""
         most = "" if self.tile_pairs is None else f" of up to {self.tile_pairs} pairs of tiles"
         return f"combinations of values{most}, {self.batched} times the least size of batches"
 
@@ -113,6 +110,7 @@ def _combinations(config: pytest.Config) -> CoveringProblems:
     most, kernels = breadth_of(config).tile_pairs, ()
     if device == "cuda" or has_table(subject):
         # No kernel is compiled for the array alone.
-        kernels = shared_kernels(subject, mask is not None)
+        # Masks do not depend on dtype, configuration and head dims.
+        kernels = shared_kernels(subject, one=mask is not None)
         most = _OURS_ON_CPU if device == "cpu" else None
     return covering_problems(subject, device, most=most, mask=mask, kernels=kernels)

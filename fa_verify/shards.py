@@ -128,15 +128,15 @@ def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
     )
 
 
-def shared_kernels(subject: Subject, mask: bool = False) -> tuple[SharedKernel, ...]:
+def shared_kernels(subject: Subject, *, one: bool = False) -> tuple[SharedKernel, ...]:
     """Return a kernel of each shard, which the tests of the shard compile too.
 
     Args:
         subject: The subject under test.
-        mask: Whether one of the smallest suffices, as masks do not depend on the kernel.
+        one: Whether one suffices, of the smallest head dims.
     """
     shards = shards_of(subject) or shards_of(subject, float64=True)
-    if mask:
+    if one:
         shards = (min(shards, key=lambda x: max(x.head_dims)),)
     found = (SharedKernel(x.dtype, x.config, x.head_dims[0], x.tile) for x in shards)
     return tuple(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.call import variants
 from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.caches import appended, gathered
 from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.trial import (
@@ -38,13 +38,12 @@ from fa_verify.properties.kinds import features as of_attention
 from fa_verify.properties.kinds import reductions as simpler
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.kinds.kind import Kind
-from fa_verify.properties.subjects.covering_caches import covering_calls
 from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.supported_caches import cached
+from fa_verify.properties.subjects.supported_caches import cached, configs_of
 
-__all__ = ["CACHE", "CacheTrial", "Result", "covering", "expected", "run_cache"]
+__all__ = ["CACHE", "CacheTrial", "Result", "expected", "run_cache"]
 
 # out, and lse if the kernel returns it.
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -162,32 +161,12 @@ def draw(
     mask = wanted.get("mask")
     if mask is not None and not subject.masks_caches:
         raise ExcludedError(f"{subject.name} takes no mask in a call with a cache")
-    configs = _configs(subject, dtype)
+    configs = configs_of(subject, dtype)
     if not configs or device not in subject.devices:
         raise ExcludedError(
             f"{subject.name} declares dtypes={subject.dtypes} and devices={subject.devices}"
         )
     return cached(subject, dtype, device, configs[: None if mask is None else 1], **wanted)
-
-
-def covering(subject: Subject, device: str, kernels: str | None) -> tuple[CacheProblem, ...]:
-    """Return the calls of ``covering_calls``, in the configurations that ``draw`` has."""
-    if subject.kvcache is None or device not in subject.devices:
-        return ()
-    configs = {dtype: names for dtype in DTYPES if (names := _configs(subject, dtype))}
-    return covering_calls(subject, device, configs, kernels)
-
-
-def _configs(subject: Subject, dtype: str) -> list[str]:
-    """Return the configurations of a dtype: a few without splits, where there are such."""
-    of_dtype = [
-        name
-        for name, declared in subject.configs.items()
-        if dtype in declared.get("dtypes", subject.dtypes)
-    ]
-    few = ("16x16", "16x32", "32x16", "16x16-tf32")
-    small = [name for name in of_dtype if name in few]
-    return small or of_dtype
 
 
 def excludes(subject: Subject, problem: CacheProblem) -> str | None:

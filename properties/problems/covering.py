@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Combination", "Constraint", "Covering", "Row", "covering"]
+__all__ = ["Combination", "Constraint", "Covering", "Row", "covering", "random_of"]
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 # Values of factors, in the order of the factors.
 Combination = tuple[tuple[str, Any], ...]
 # Starts of a row that are compared, and values that are tried before a combination is given up.
@@ -91,6 +91,11 @@ def covering(
     return Covering(tuple(rows), found_in, frozenset(left_out.difference(*found_in)))
 
 
+def random_of(row: Row) -> Random:
+    """Return a source of random numbers that depends on a row alone."""
+    return Random(repr(sorted(map(str, row.items()))))
+
+
 def _combinations(
     factors: Mapping[str, Sequence[Any]], strengths: Sequence[tuple[Sequence[str], int]]
 ) -> Iterator[Combination]:
@@ -137,16 +142,14 @@ class _Search:
             for value in combination:
                 having[value].append(number)
         self.having = {value: np.array(of, dtype=np.intp) for value, of in having.items()}
+        # Those of all factors are asked of whole rows, the others by factor.
+        self.of_rows = [x.holds for x in constraints if {*x.names} == factors.keys()]
         self.constraints: dict[str, list[tuple[frozenset[str], Callable[[Row], bool]]]] = {}
         for constraint in constraints:
             names = frozenset(constraint.names)
-            for name in names if names <= factors.keys() else ():
+            for name in names if names < factors.keys() else ():
                 self.constraints.setdefault(name, []).append((names, constraint.holds))
-        self.tied = {
-            name
-            for name, of in self.constraints.items()
-            if any(len(names) < len(factors) for names, _ in of)
-        }.union(limit.names if limit else ())
+        self.tied = self.constraints.keys() | (limit.names if limit else ())
         self._steps = 0
 
     def uncovered(self, count: int) -> list[int]:
@@ -155,17 +158,18 @@ class _Search:
 
     def new(self, row: Row) -> Any:
         """Return the numbers of the combinations that a row is the first to have."""
-        lacks = self.lacks.copy()
-        for value in row.items():
-            lacks[self.having[value]] -= 1
-        return np.flatnonzero((lacks == 0) & self.left)
+        return np.flatnonzero((self._lacking(row) == 0) & self.left)
 
     def of_row(self, row: Row) -> frozenset[Combination]:
         """Return all combinations of a row."""
+        return frozenset(self.combinations[x] for x in np.flatnonzero(self._lacking(row) == 0))
+
+    def _lacking(self, row: Row) -> Any:
+        """Return the number of values that a row lacks of each combination."""
         lacks = self.lacks.copy()
         for value in row.items():
             lacks[self.having[value]] -= 1
-        return frozenset(self.combinations[x] for x in np.flatnonzero(lacks == 0))
+        return lacks
 
     def completed(self, start: Row, *, limited: bool = True) -> Row | None:
         """Return a row with values for the other factors, which cover much; None if none exists."""
@@ -175,9 +179,7 @@ class _Search:
         self.random.shuffle(left)
         # Values that several constraints tie together first: no dead end comes after the others.
         left.sort(key=lambda name: -len(self.constraints.get(name, ())))
-        before = self.lacks.copy()
-        for value in start.items():
-            self.lacks[self.having[value]] -= 1
+        before, self.lacks = self.lacks, self._lacking(start)
         self._steps = 0
         found = self._filled(start, left, limited)
         self.lacks = before
@@ -185,16 +187,12 @@ class _Search:
 
     def _filled(self, row: Row, left: list[str], limited: bool) -> Row | None:
         if not left:
-            return row
+            return row if all(holds(row) for holds in self.of_rows) else None
         # A factor that others leave one value comes next: a dead end shows early.
-        name, values = left[0], [*self.factors[left[0]]]
-        for tied in left:
-            if tied in self.tied:
-                may = [x for x in self.factors[tied] if self._may({**row, tied: x}, tied, limited)]
-                if len(may) < 2 or tied == name:
-                    name, values = tied, may
-                if len(may) < 2:
-                    break
+        tied = (name for name in left if name in self.tied)
+        forced = (name for name in tied if len(self._allowed(row, name, limited)) < 2)
+        name = next(forced, left[0])
+        values = self._allowed(row, name, limited)
         self.random.shuffle(values)
         values.sort(key=lambda value: -self._gain((name, value)))
         rest = [x for x in left if x != name]
@@ -202,14 +200,16 @@ class _Search:
             self._steps += 1
             if self._steps > _STEPS:
                 return None
-            if name not in self.tied and not self._may({**row, name: value}, name, limited):
-                continue
             having = self.having[name, value]
             self.lacks[having] -= 1
             if (found := self._filled({**row, name: value}, rest, limited)) is not None:
                 return found
             self.lacks[having] += 1
         return None
+
+    def _allowed(self, row: Row, name: str, limited: bool) -> list[Any]:
+        """Return the values of a factor that a row may have."""
+        return [x for x in self.factors[name] if self._may({**row, name: x}, name, limited)]
 
     def _gain(self, value: tuple[str, Any]) -> int:
         """Return how much a value adds: combinations that are then had, and those in sight."""

@@ -7,16 +7,15 @@ few calls.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import Any
 
 from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.oracles.problem import Problem
-from fa_verify.properties.problems.covering import Constraint, covering
+from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported_caches import kernels_of
+from fa_verify.properties.subjects.supported_caches import configs_of, kernels_of
 
 __all__ = ["covering_calls"]
 
@@ -34,23 +33,19 @@ _FULL, _RAGGED, _SOME_0, _ON_EDGES = "full", "ragged", "some 0", "on page edges"
 _TILES, _ROWS = (16, 17, 63, 64, 65), 16
 _PAGES, _LONGEST = (1, 3, 16, 64), {"cpu": 300, "cuda": 4000}
 _NARROW, _WIDE = (16, 24), (64, 128)
-Row = Mapping[str, Any]
 
 
-def covering_calls(
-    subject: Subject,
-    device: str,
-    configs: Mapping[str, Sequence[str]],
-    kernels: str | None,
-) -> tuple[CacheProblem, ...]:
+def covering_calls(subject: Subject, device: str, kernels: str | None) -> tuple[CacheProblem, ...]:
     """Return calls that have every two values that the declarations allow together.
 
     Args:
-        subject: The subject, which takes a cache.
+        subject: The subject; without a cache on the device it has no calls.
         device: "cpu" or "cuda".
-        configs: Names of configurations by dtype.
         kernels: As in ``cached``, whose calls have the same few kernels then; the dtype follows it.
     """
+    if subject.kvcache is None or device not in subject.devices:
+        return ()
+    configs = {dtype: names for dtype in DTYPES if (names := configs_of(subject, dtype))}
     factors = _factors(subject, device, configs, kernels)
 
     def may(row: Row) -> bool:
@@ -104,7 +99,7 @@ def _factors(
 
 def _call(subject: Subject, device: str, row: Row) -> CacheProblem:
     """Return the call of a row. All that the row leaves open depends on it alone."""
-    rng = Random(repr(sorted(map(str, row.items()))))
+    rng = random_of(row)
     B, Hk, group, M = (rng.choice(row[name]) for name in ("B", "Hk", "G", "M"))
     size, most = row["page"] or _ROWS, _LONGEST[device]
     pages = rng.randint(1, max(1, min(3, most // size)))

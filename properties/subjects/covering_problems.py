@@ -23,7 +23,13 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.inputs.sink_families import NO_SINKS
-from fa_verify.properties.problems.covering import Combination, Constraint, covering
+from fa_verify.properties.problems.covering import (
+    Combination,
+    Constraint,
+    Row,
+    covering,
+    random_of,
+)
 from fa_verify.properties.problems.mask_classes import instance_near
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
@@ -39,7 +45,7 @@ _TILE_SIZES, _PAIRS = (64, 32, 16), 2**17
 # Each value of a factor is printed as it stands here.
 _B, _H, _G = ("B=1", "B=2-3", "B=9"), ("H=1", "H=2-8", "H>16"), ("G=1", "G=2-4", "G>4")
 _TILES = ("1 tile", "2 tiles", "3+ tiles")
-_PAST, _RAGGED, _WHOLE = "one past a tile", "ragged", "whole"
+_ENDS = _PAST, _RAGGED, _WHOLE = "one past a tile", "ragged", "whole"
 _LESS, _SAME, _MORE = "M<N", "M=N", "M>N"
 _INSIDE, _OVER, _ANY = "inside a tile", "over tiles", "of any width"
 _SOME_0 = "some lengths 0"
@@ -71,7 +77,6 @@ _MODS: dict[str, tuple[Any, Any]] = {
     "softcap": (None, 2.5), "alibi": (NO_ALIBI, "normal"), "bias": (NO_BIAS, "normal/bhmn"),
     "sinks": (NO_SINKS, "ordinary"),
 }  # fmt: skip
-Row = Mapping[str, Any]
 # A row of which only words are read.
 Words = Mapping[str, str]
 
@@ -134,11 +139,12 @@ def combinations_line(missing: Iterable[Combination], count: int) -> str:
 
 def cost_of(row: Row) -> int:
     """Return the least number of tile pairs of a row, which may lack factors."""
-    sizes = [_SMALLEST.get(row.get(x, ""), 1) for x in ("B", "H", "tiles of M", "tiles of N")]
-    if (row.get("H"), row.get("G")) == (_H[1], _G[2]):
-        sizes[1] = 5
+    least = {x: _SMALLEST.get(row.get(x, ""), 1) for x in ("B", "H", "tiles of M", "tiles of N")}
+    if of_heads := _HEADS.get((row.get("H", ""), row.get("G", ""))):
+        least["H"] = of_heads[0][0]
     # The interpreter takes longer for a large tile.
-    return math.prod(sizes) * (max(1, row["kernel"].tile // 32) if "kernel" in row else 1)
+    large = max(1, row["kernel"].tile // 32) if "kernel" in row else 1
+    return math.prod(least.values()) * large
 
 
 def covering_problems(
@@ -189,7 +195,7 @@ def _factors(
     step, most = subject.seqlen_multiple, subject.max_seqlen or math.inf
     tile = min((x.tile for x in kernels), default=min(_TILE_SIZES))
     tiles = tuple(x for i, x in enumerate(_TILES) if i * tile + 1 <= most)
-    ends: tuple[str, ...] = (_PAST, _RAGGED, _WHOLE) if step * 3 <= tile else (_PAST, _WHOLE)
+    ends: tuple[str, ...] = _ENDS if step * 3 <= tile else (_PAST, _WHOLE)
     ends = ends if step < tile else (_WHOLE,)
     positions = () if mask is not None else subject.masks
     windows = "window" in positions
@@ -236,11 +242,12 @@ def _classes(head_dims: tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
 
 
 def _constraints(subject: Subject) -> list[Constraint]:
-    """Return what holds for every row, beside what the declarations say of whole problems."""
-    ends = (_PAST, _RAGGED, _WHOLE)
+    """Return the constraints on rows, beside the declarations about whole problems."""
 
     def order(row: Words) -> bool:
-        sizes = [(_TILES.index(row[f"tiles of {x}"]), ends.index(row[f"end of {x}"])) for x in "MN"]
+        sizes = [
+            (_TILES.index(row[f"tiles of {x}"]), _ENDS.index(row[f"end of {x}"])) for x in "MN"
+        ]
         if sizes[0] == sizes[1]:
             return row["M to N"] == _SAME or row["end of M"] == _RAGGED
         return row["M to N"] == (_LESS if sizes[0] < sizes[1] else _MORE)
@@ -307,7 +314,7 @@ class _Builder:
         self.smallest = smallest
 
     def __call__(self, row: Row) -> Problem:
-        rng = Random(repr(sorted(map(str, row.items()))))
+        rng = random_of(row)
         B = {"B=1": 1, "B=9": 9}.get(row["B"]) or rng.randint(2, 3 - self.smallest)
         of_heads = _HEADS[row["H"], row["G"]]
         H, Hk = of_heads[0] if self.smallest else rng.choice(of_heads)

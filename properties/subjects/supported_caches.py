@@ -19,7 +19,7 @@ from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError
 
-__all__ = ["cached", "hidden_first", "kernels_of", "lengthened"]
+__all__ = ["cached", "configs_of", "hidden_first", "kernels_of", "lengthened"]
 
 # Keys before the call: none, one, around a tile, and several tiles.
 _KEYS = st.sampled_from((1, 0, 2, 5, 15, 16, 17, 33, 50))
@@ -150,6 +150,18 @@ def cached(
         rows = 1 if subject.one_query else _ROWS
         problems = problems.map(lambda problem: hidden_first(problem, rows, windowed=windowed))
     return problems if mask is None else _masked(problems, mask)
+
+
+def configs_of(subject: Subject, dtype: str) -> list[str]:
+    """Return the configurations of a dtype: a few without splits, where there are such."""
+    of_dtype = [
+        name
+        for name, declared in subject.configs.items()
+        if dtype in declared.get("dtypes", subject.dtypes)
+    ]
+    few = ("16x16", "16x32", "32x16", "16x16-tf32")
+    small = [name for name in of_dtype if name in few]
+    return small or of_dtype
 
 
 def kernels_of(

@@ -12,8 +12,8 @@ from fa_verify.oracles.guarantee import G1
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.checks.caches import accuracy
 from fa_verify.properties.checks.claims import CLAIMS
-from fa_verify.properties.kinds.caches import covering
 from fa_verify.properties.search.search import attack_one
+from fa_verify.properties.subjects.covering_caches import covering_calls
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 CASES = [
@@ -41,7 +41,7 @@ def test_attention_over_a_cache_keeps_every_guarantee(for_claim, claim, dtype):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_two_values_of_a_call_with_a_cache_occur_together(runner, device, part):
     __tracebackhide__ = True
-    calls = covering(runner.subject, device, seed_of_kernels(device, "caches of "))
+    calls = covering_calls(runner.subject, device, seed_of_kernels(device, "caches of "))
     if len(calls) <= part:
         pytest.skip(f"{runner.subject.name} takes no cache")
     for call in calls[part::PARTS]:

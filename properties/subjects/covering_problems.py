@@ -262,7 +262,11 @@ def _constraints(subject: Subject) -> list[Constraint]:
         return row["lengths"] != _SOME_0 or row["B"] != _B[0]
 
     def square(row: Words) -> bool:
-        return row["M to N"] == _SAME and row["lengths"] == "none"
+        if subject.one_query:
+            same = (row["tiles of N"], row["end of N"]) == (_TILES[0], _PAST)
+        else:
+            same = row["M to N"] == _SAME
+        return same and row["lengths"] == "none"
 
     def aligned(row: Words) -> bool:
         positional = row["causal"] == "causal" or {row["left window"], row["right window"]} != {
@@ -287,9 +291,10 @@ def _constraints(subject: Subject) -> list[Constraint]:
     if not subject.zero_sizes and subject.varlen:
         found.append(Constraint(("B", "lengths"), empty))
     if subject.causal_alignment == "top-left":
-        of_windows = ("causal", "left window", "right window", "M to N", "lengths")
+        of_sizes = ("tiles of N", "end of N") if subject.one_query else ("M to N",)
+        of_windows = ("causal", "left window", "right window", *of_sizes, "lengths")
         found.append(Constraint(of_windows, aligned))
-        of_class = ("mask", "M to N", "lengths")
+        of_class = ("mask", *of_sizes, "lengths")
         found.append(Constraint(of_class, lambda row: row["mask"] == "none" or square(row)))
     configs = subject.configs
     found.append(

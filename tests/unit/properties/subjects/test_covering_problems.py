@@ -12,6 +12,7 @@ from fa_verify.properties.subjects.covering_problems import (
     named,
 )
 from fa_verify.properties.subjects.declarations import SCORE_MODS
+from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.test_supported import DECLARED, subject
 
 FURTHER = {
@@ -90,6 +91,20 @@ def test_what_is_not_judged_is_missing():
 def test_combinations_are_named():
     words = named((("G", "G>4"), ("tiles of N", "2 tiles"), ("left window", "over tiles")))
     assert words == "G>4, 2 tiles of N, left window over tiles"
+
+
+@pytest.mark.parametrize("name", ["nothing", "one query, top-left", "a prefill", "packed"])
+def test_declarations_exclude_few_of_the_rows_that_are_made(monkeypatch, name):
+    """A row is made and refused in 100 us; constraints on its factors exclude most before."""
+    asked = []
+    excludes = Subject.excludes
+    monkeypatch.setattr(
+        Subject, "excludes", lambda self, problem: asked.append(problem) or excludes(self, problem)
+    )
+    one = subject(**DECLARED[name])
+    array = covering_problems(one, one.devices[0])
+    assert len(array.problems) > 20
+    assert len(asked) < 20 * len(array.problems)
 
 
 def test_a_subject_of_one_query_has_one():

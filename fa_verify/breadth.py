@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from fa_verify.forks import in_forks
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.covering_problems import CoveringProblems, covering_problems
+from fa_verify.properties.subjects.covering_caches import covering_caches
+from fa_verify.properties.subjects.covering_calls import CoveringCalls
+from fa_verify.properties.subjects.covering_merges import covering_merges
+from fa_verify.properties.subjects.covering_problems import covering_problems
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
@@ -51,7 +54,7 @@ _UNCHANGED = Breadth(0.0, None, 1)
 # Limit of the project's own kernels in the interpreter, in tiles of up to 32 rows and keys.
 _OURS_ON_CPU = 20
 _TILES, _TILE, _LIMIT = 8, 64, 30.0
-_COMBINATIONS = pytest.StashKey[CoveringProblems]()
+_COMBINATIONS = pytest.StashKey[dict[str, CoveringCalls[Any]]]()
 
 
 def choose_breadth(config: pytest.Config) -> None:
@@ -98,18 +101,23 @@ def _seconds(subject: Subject) -> float:
     return float("inf") if ended.value is None else ended.value / _TILES
 
 
-def combinations_of(config: pytest.Config) -> CoveringProblems:
-    """Return the covering array of a run, made once in a process."""
-    if _COMBINATIONS not in config.stash:
-        config.stash[_COMBINATIONS] = _combinations(config)
-    return config.stash[_COMBINATIONS]
+def combinations_of(config: pytest.Config, kind: str) -> CoveringCalls[Any]:
+    """Return the covering array of a kind of call, made once in a process."""
+    arrays = config.stash.setdefault(_COMBINATIONS, {})
+    if kind not in arrays:
+        arrays[kind] = _combinations(config, kind)
+    return arrays[kind]
 
 
-def _combinations(config: pytest.Config) -> CoveringProblems:
+def _combinations(config: pytest.Config, kind: str) -> CoveringCalls[Any]:
     subject, device, mask = subject_of(config), device_of(config), mask_of(config)
+    # No kernel is compiled for the array alone.
+    if kind == "cache":
+        return covering_caches(subject, device, "caches of " if device == "cuda" else None)
+    if kind == "merge":
+        return covering_merges(subject, device)
     most, kernels = breadth_of(config).tile_pairs, ()
     if device == "cuda" or has_table(subject):
-        # No kernel is compiled for the array alone.
         # Masks do not depend on dtype, configuration and head dims.
         kernels = shared_kernels(subject, one=mask is not None)
         most = _OURS_ON_CPU if device == "cpu" else None

@@ -56,7 +56,7 @@ def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
             subject, device, most=_TILE_PAIRS, pairs=True,
             kernels=shared_kernels(subject) if device == "cuda" else (),
         )  # fmt: skip
-        for problem in array.problems:
+        for problem in array.calls:
             had |= values_of(subject, problem)
             yield Entry(problem, ())
     left_out = set() if device == "cpu" else COMPILED

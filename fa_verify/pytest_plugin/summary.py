@@ -20,7 +20,7 @@ from fa_verify.oracles.call import Call
 from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.problems.mask_examples import pictures
-from fa_verify.properties.subjects.covering_problems import combinations_line
+from fa_verify.properties.subjects.covering_calls import combinations_line
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
 from fa_verify.session import CONFORMANCE, device_of, is_ours, is_whole, mask_of, subject_of
@@ -157,9 +157,9 @@ class Summary:
             possible = possible_cells(subject_of(config), device_of(config))
             for line in coverage_lines(self.tally.coverage(possible)):
                 terminalreporter.write_line(line)
-        if self.tally.combined:
-            missing, count = combinations_of(config).missing(self.tally.combined)
-            terminalreporter.write_line(combinations_line(missing, count))
+        for kind, numbers in sorted(self.tally.combined.items()):
+            missing, count = combinations_of(config, kind).missing(numbers)
+            terminalreporter.write_line(combinations_line(missing, count, kind))
         if not self.tally.problems:
             terminalreporter.write_line("the subject refused all problems, so nothing was verified")
         if ON_GPU and HAS_TRITON:

@@ -66,8 +66,8 @@ class Tally:
         self.out_of_range: set[str] = set()
         # Reason to digests of the problems refused for it.
         self.unsupported: dict[str, set[str]] = {}
-        # Numbers of the judged problems of the covering array.
-        self.combined: set[int] = set()
+        # Numbers of the judged calls of the covering array of each kind of call.
+        self.combined: dict[str, set[int]] = {}
         # The values of declarations that judged problems have.
         self.values: set[Value] = set()
         # Outputs that the subject is not asked for, with the declaration, to digests of problems.
@@ -168,7 +168,7 @@ class Tally:
             "out_of_range": sorted(self.out_of_range),
             "unsupported": {key: sorted(value) for key, value in self.unsupported.items()},
             "not_asked": {key: sorted(value) for key, value in self.not_asked.items()},
-            "combined": sorted(self.combined),
+            "combined": {kind: sorted(numbers) for kind, numbers in self.combined.items()},
             "values": sorted(map(list, self.values), key=str),
             "asked": {key: list(value) for key, value in self.asked.items()},
         }
@@ -191,7 +191,8 @@ class Tally:
         self.bins.update(record["bins"])
         self.elements.update({key: tuple(value) for key, value in record["elements"].items()})
         self.out_of_range.update(record["out_of_range"])
-        self.combined.update(record["combined"])
+        for kind, numbers in record["combined"].items():
+            self.combined.setdefault(kind, set()).update(numbers)
         self.values.update(Value(*value) for value in record["values"])
         for reason, digests in record["unsupported"].items():
             self.unsupported.setdefault(reason, set()).update(digests)

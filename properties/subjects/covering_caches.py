@@ -13,11 +13,12 @@ from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
+from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported_caches import configs_of, kernels_of
 
-__all__ = ["covering_calls"]
+__all__ = ["covering_caches"]
 
 # Sizes of each class.
 _B, _HK, _M = ((1,), (2, 3), (9,)), ((1,), (2,)), ((1,), (2, 3, 5))
@@ -35,7 +36,9 @@ _PAGES, _LONGEST = (1, 3, 16, 64), {"cpu": 300, "cuda": 4000}
 _NARROW, _WIDE = (16, 24), (64, 128)
 
 
-def covering_calls(subject: Subject, device: str, kernels: str | None) -> tuple[CacheProblem, ...]:
+def covering_caches(
+    subject: Subject, device: str, kernels: str | None
+) -> CoveringCalls[CacheProblem]:
     """Return calls that have every two values that the declarations allow together.
 
     Args:
@@ -44,7 +47,7 @@ def covering_calls(subject: Subject, device: str, kernels: str | None) -> tuple[
         kernels: As in ``cached``, whose calls have the same few kernels then; the dtype follows it.
     """
     if subject.kvcache is None or device not in subject.devices:
-        return ()
+        return CoveringCalls((), ())
     configs = {dtype: names for dtype in DTYPES if (names := configs_of(subject, dtype))}
     factors = _factors(subject, device, configs, kernels)
 
@@ -62,8 +65,9 @@ def covering_calls(subject: Subject, device: str, kernels: str | None) -> tuple[
         Constraint(("dtype", "config"), lambda row: row["config"] in configs[row["dtype"]]),
         Constraint(tuple(factors), may),
     ]
-    rows = covering(factors, [([*factors], 2)], constraints, seed=subject.name).rows
-    return tuple(_call(subject, device, row) for row in rows)
+    array = covering(factors, [([*factors], 2)], constraints, seed=subject.name)
+    calls = tuple(_call(subject, device, row) for row in array.rows)
+    return CoveringCalls(calls, array.combinations)
 
 
 def _factors(

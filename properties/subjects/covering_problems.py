@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -23,21 +22,13 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.inputs.sink_families import NO_SINKS
-from fa_verify.properties.problems.covering import (
-    Combination,
-    Constraint,
-    Row,
-    covering,
-    random_of,
-)
+from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
 from fa_verify.properties.problems.mask_classes import instance_near
+from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = [
-    "CoveringProblems", "SharedKernel", "combinations_line", "cost_of", "covering_problems",
-    "named",
-]  # fmt: skip
+__all__ = ["SharedKernel", "cost_of", "covering_problems"]
 
 # Stand for the rows and keys of a tile of a kernel that declares none. A problem has the largest
 # with which it has no more pairs of a row and a key, over heads, than this; the smallest otherwise.
@@ -48,15 +39,14 @@ _TILES = ("1 tile", "2 tiles", "3+ tiles")
 _ENDS = _PAST, _RAGGED, _WHOLE = "one past a tile", "ragged", "whole"
 _LESS, _SAME, _MORE = "M<N", "M=N", "M>N"
 _INSIDE, _OVER, _ANY = "inside a tile", "over tiles", "of any width"
-_SOME_0 = "some lengths 0"
+# Kernels of packed sequences keep running offsets, which empty sequences leave as they are.
+_SOME_0, _PACKED_0 = "some lengths 0", ("first length 0", "last length 0", "two lengths 0 in a row")
 _SMALLEST: dict[str, int] = {
     **dict(zip(_B, (1, 2, 9), strict=True)), **dict(zip(_H, (1, 2, 17), strict=True)),
     **dict(zip(_TILES, (1, 2, 3), strict=True)),
 }  # fmt: skip
 # Most tiles along a side.
 _MOST_TILES = 9
-# Combinations that a line names.
-_NAMED = 4
 # Classes of head_dims: sizes up to each.
 _CLASSES = (64, 128, 256)
 # H and Hk, the fewest heads first.
@@ -97,46 +87,6 @@ class SharedKernel(NamedTuple):
     tile: int
 
 
-@dataclass(frozen=True)
-class CoveringProblems:
-    """The problems of a covering array.
-
-    Args:
-        problems: The problems, those that cover most first.
-        combinations: The combinations that each problem has.
-        left_out: Combinations that the declarations allow, and that only larger problems have.
-    """
-
-    problems: tuple[Problem, ...]
-    combinations: tuple[frozenset[Combination], ...]
-    left_out: frozenset[Combination]
-
-    def missing(self, judged: Iterable[int]) -> tuple[set[Combination], int]:
-        """Return the combinations that none of the numbered problems has, and how many exist."""
-        every = self.left_out.union(*self.combinations)
-        return set(every).difference(*(self.combinations[x] for x in judged)), len(every)
-
-
-def named(combination: Combination) -> str:
-    """Return the words of a combination, "causal, G>4, 2 tiles of N"."""
-    return ", ".join(
-        str(value) if str(value)[:1] in "BHGMn" or name == "causal"
-        else f"{value} of {name[-1]}" if name.startswith(("tiles", "end"))
-        else f"{name} {value}"
-        for name, value in combination
-    )  # fmt: skip
-
-
-def combinations_line(missing: Iterable[Combination], count: int) -> str:
-    """Return how many combinations judged problems have, and a few that none has."""
-    left = sorted(missing, key=str)
-    shown = "; ".join(map(named, left[:_NAMED])) + (" ..." if len(left) > _NAMED else "")
-    return (
-        f"{count - len(left):,} of {count:,} combinations of three values of shape and mask, or "
-        f"two of others, were judged{'; not ' * bool(left)}{shown}"
-    )
-
-
 def cost_of(row: Row) -> int:
     """Return the least number of tile pairs of a row, which may lack factors."""
     least = {x: _SMALLEST.get(row.get(x, ""), 1) for x in ("B", "H", "tiles of M", "tiles of N")}
@@ -155,7 +105,7 @@ def covering_problems(
     pairs: bool = False,
     mask: type[Mask] | None = None,
     kernels: tuple[SharedKernel, ...] = (),
-) -> CoveringProblems:
+) -> CoveringCalls[Problem]:
     """Return problems in which every three values of shape and mask occur, and every two others.
 
     Inputs and dout are normal, so that nothing hides what a shape shows. Combinations that the
@@ -185,7 +135,7 @@ def covering_problems(
         strengths = [(_SHAPE, 2), ([*factors], 1)]
     array = covering(factors, strengths, constraints, within, subject.name)
     problems = tuple(build(row) for row in array.rows)
-    return CoveringProblems(problems, array.combinations, array.left_out)
+    return CoveringCalls(problems, array.combinations, array.left_out)
 
 
 def _factors(
@@ -211,7 +161,8 @@ def _factors(
         "causal": causal,
         "left window": ("none", _INSIDE, _OVER) if windows else ("none",),
         "right window": ("none", _ANY) if windows else ("none",),
-        "lengths": ("none", _SOME_0, "ragged") if pads else ("none",),
+        "lengths": ("none", *(_PACKED_0 if subject.varlen else (_SOME_0,)), "ragged")
+        if pads else ("none",),
         "dirty": (subject.dirty or tuple(PADDING_VALUES)) if pads and not subject.varlen else (),
     }  # fmt: skip
     if kernels:
@@ -259,7 +210,7 @@ def _constraints(subject: Subject) -> list[Constraint]:
         return row["left window"] != _OVER or row["tiles of N"] != _TILES[0]
 
     def empty(row: Words) -> bool:
-        return row["lengths"] != _SOME_0 or row["B"] != _B[0]
+        return row["lengths"] in ("none", "ragged") or row["B"] != _B[0]
 
     def square(row: Words) -> bool:
         if subject.one_query:
@@ -288,7 +239,7 @@ def _constraints(subject: Subject) -> list[Constraint]:
         found.append(Constraint(("M to N",), lambda row: row["M to N"] == _SAME))
     if not subject.m_gt_n:
         found.append(Constraint(("M to N",), lambda row: row["M to N"] != _MORE))
-    if not subject.zero_sizes and subject.varlen:
+    if subject.varlen:
         found.append(Constraint(("B", "lengths"), empty))
     if subject.causal_alignment == "top-left":
         of_sizes = ("tiles of N", "end of N") if subject.one_query else ("M to N",)
@@ -321,6 +272,9 @@ class _Builder:
     def __call__(self, row: Row) -> Problem:
         rng = random_of(row)
         B = {"B=1": 1, "B=9": 9}.get(row["B"]) or rng.randint(2, 3 - self.smallest)
+        if row["lengths"] == _PACKED_0[-1]:
+            # Another sequence has keys.
+            B = max(B, 3)
         of_heads = _HEADS[row["H"], row["G"]]
         H, Hk = of_heads[0] if self.smallest else rng.choice(of_heads)
         M, N = self._lengths(row, rng, B * H)
@@ -418,6 +372,14 @@ class _Builder:
             keys[rng.randrange(B)] = 0
             if B > 1 and rng.random() < 0.5:
                 rows[rng.randrange(B)] = 0
+        elif row["lengths"] in _PACKED_0:
+            first, last, _ = _PACKED_0
+            start = rng.randrange(B - 1)
+            places = {first: (0,), last: (B - 1,)}.get(row["lengths"], (start, start + 1))
+            without_rows = rng.random() < 0.5
+            for b in places:
+                keys[b] = 0
+                rows[b] = 0 if without_rows else rows[b]
         elif B > 1:
             keys[rng.randrange(B)] = N
         with_rows = not self.subject.one_query and rng.random() < 0.5

@@ -96,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         *(("test_merging.py",) if subject.states is None else ()),
         *(() if subject.reads_caches_alone else ("test_caches.py",)),
+        # The fixed list has problems of its own.
+        *(() if "attention" not in kinds_of(subject) else ("test_combinations.py",)),
     }
     items[:] = [item for item in items if item.path.name not in left_out]
 
@@ -113,8 +115,8 @@ def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
         (subject.merges_alone, "states=True: it computes no attention", "test_merging.py"),
         (subject.reads_caches_alone, "cache: it takes no padded tensors", "test_caches.py"),
     ):
-        # Problems of --fa-replay and of the corpus may be merges or caches.
-        if is_alone and request.path.name not in (file, "test_replay.py"):
+        # Problems of --fa-replay, of the corpus and of covering arrays may be merges or caches.
+        if is_alone and request.path.name not in (file, "test_replay.py", "test_combinations.py"):
             pytest.skip(f"{subject.name} declares {why}")
 
 

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.conformance.conftest import seed_of_kernels
-from fa_verify.oracles.guarantee import G1
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.checks.caches import accuracy
 from fa_verify.properties.checks.claims import CLAIMS
-from fa_verify.properties.search.search import attack_one
-from fa_verify.properties.subjects.covering_caches import covering_calls
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 CASES = [
@@ -22,9 +17,6 @@ CASES = [
     # An append writes on every call, and "append" asks where there is one.
     if claim.kind == "cache" and claim.name != "written"
 ]
-
-# Tests that share the calls of a covering array.
-PARTS = 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,16 +27,3 @@ def test_attention_over_a_cache_keeps_every_guarantee(for_claim, claim, dtype):
     with dots_in_order():
         # All checks of a dtype share their kernels.
         for_claim(claim, dtype, f"caches of {dtype}")
-
-
-@pytest.mark.asks(G1)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_two_values_of_a_call_with_a_cache_occur_together(runner, device, part):
-    __tracebackhide__ = True
-    calls = covering_calls(runner.subject, device, seed_of_kernels(device, "caches of "))
-    if len(calls) <= part:
-        pytest.skip(f"{runner.subject.name} takes no cache")
-    for call in calls[part::PARTS]:
-        attack_one(runner, accuracy, call)
-    if not runner.judged:
-        pytest.skip(", ".join(runner.refusals) or "all calls are out of range")

@@ -1,33 +1,47 @@
-"""Problems in which every three values of shape and mask occur together, and every two others."""
+"""Calls in which the values that a kernel declares occur together.
+
+Problems have every three values of shape and mask, and every two others. Calls with a cache and
+merges have every two values.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from fa_verify.breadth import combinations_of
-from fa_verify.oracles.guarantee import G1
-from fa_verify.properties.checks.claims import accuracy
+from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.search.search import attack_one
 from fa_verify.session import mask_of
 
-PARTS = 16
+# The tests that share the calls of a kind.
+PARTS = {"attention": 16, "cache": 3, "merge": 2}
+CASES = [
+    pytest.param(claim, part, id=f"{claim.kind}-{part}", marks=pytest.mark.asks(claim.guarantee))
+    for claim in CLAIMS
+    if claim.kind in PARTS and claim.name == "accuracy"
+    for part in range(PARTS[claim.kind])
+]
 
 
-@pytest.mark.asks(G1)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_combination_lies_within_the_derived_bound(runner, tally, pytestconfig, part):
+@pytest.mark.parametrize(("claim", "part"), CASES)
+def test_every_combination_lies_within_the_derived_bound(runner, tally, pytestconfig, claim, part):
     __tracebackhide__ = True
-    mask, subject = mask_of(pytestconfig), runner.subject
-    if mask is not None and ("custom" not in subject.masks or subject.always_causal):
-        pytest.skip(f"{subject.name} takes no masks of a class")
-    problems = combinations_of(pytestconfig).problems
-    numbers = range(part, len(problems), PARTS)
+    mask, subject, kind = mask_of(pytestconfig), runner.subject, claim.kind
+    if kind not in kinds_of(subject):
+        pytest.skip(f"{subject.name} takes no {kind}")
+    if mask is not None and (
+        kind != "attention" or "custom" not in subject.masks or subject.always_causal
+    ):
+        pytest.skip(f"{subject.name} takes no {kind} with masks of a class")
+    calls = combinations_of(pytestconfig, kind).calls
+    numbers = range(part, len(calls), PARTS[kind])
     if not numbers:
-        pytest.skip(f"{len(problems)} problems have all combinations")
+        pytest.skip(f"{len(calls)} calls have all combinations")
     for number in numbers:
         judged = runner.judged
-        attack_one(runner, accuracy, problems[number])
+        attack_one(runner, claim.check, calls[number])
         if runner.judged > judged:
-            tally.combined.add(number)
+            tally.combined.setdefault(kind, set()).add(number)
     if not runner.judged:
-        pytest.skip(", ".join(runner.refusals) or "all problems are out of range")
+        pytest.skip(", ".join(runner.refusals) or "all calls are out of range")

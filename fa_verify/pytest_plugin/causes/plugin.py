@@ -392,10 +392,11 @@ class Causes:
             return {}
         tally = self.config.pluginmanager.get_plugin("summary").tally
         found = not_drawn(subject_of(self.config), tally.values)
-        if tally.combined:
-            missing, count = combinations_of(self.config).missing(tally.combined)
+        for kind, numbers in sorted(tally.combined.items()):
+            missing, count = combinations_of(self.config, kind).missing(numbers)
             if missing:
-                found["combinations"] = f"{len(missing):,} of {count:,}"
+                name = "combinations" if kind == "attention" else f"combinations of {kind}s"
+                found[name] = f"{len(missing):,} of {count:,}"
         return found
 
     def pytest_unconfigure(self) -> None:

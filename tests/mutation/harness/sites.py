@@ -169,6 +169,8 @@ TESTS: dict[str, str] = {
     "properties/subjects/attention_kernel.py": "test_attention_kernel",
     "properties/subjects/declarations.py": "test_declarations test_supported",
     "properties/subjects/covering_caches.py": "test_covering_caches",
+    "properties/subjects/covering_calls.py": "test_covering_problems",
+    "properties/subjects/covering_merges.py": "test_covering_merges",
     "properties/subjects/covering_problems.py": "test_covering_problems",
     "properties/subjects/declared_values.py": "test_declared_values",
     "properties/subjects/fitting.py": "test_fitting",

@@ -10,7 +10,7 @@ import torch
 from fa_verify.oracles.calls.cache import PAGE_ORDERS
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.kinds.caches import CACHE
-from fa_verify.properties.subjects.covering_caches import covering_calls
+from fa_verify.properties.subjects.covering_caches import covering_caches
 from fa_verify.properties.subjects.supported_caches import kernels_of
 from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.checks.test_cache_checks import CACHES, attend, of_pages, subject_of
@@ -33,7 +33,7 @@ def pairs(call):
 
 
 def test_every_two_values_occur():
-    calls = covering_calls(subject_of(attend), "cpu", None)
+    calls = covering_caches(subject_of(attend), "cpu", None).calls
     found = set().union(*map(pairs, calls))
     ranges = {
         "B": range(3), "Hk": (False, True), "G": range(4), "M": (False, True),
@@ -53,7 +53,7 @@ def test_every_two_values_occur():
     assert len(calls) < 60
     assert {call.order for call in calls} == {*PAGE_ORDERS}
     assert any(0 in call.seqlens for call in calls)
-    assert calls == covering_calls(subject_of(attend), "cpu", None)
+    assert calls == covering_caches(subject_of(attend), "cpu", None).calls
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_every_two_values_occur():
 )
 def test_no_call_is_excluded(declared):
     subject = of_pages(**declared)
-    calls = covering_calls(subject, "cpu", None)
+    calls = covering_caches(subject, "cpu", None).calls
     assert calls
     assert [CACHE.excludes(subject, call) for call in calls] == [None] * len(calls)
     assert {call.attention.G > 1 for call in calls} == ({True, False} if subject.gqa else {False})
@@ -70,8 +70,8 @@ def test_no_call_is_excluded(declared):
 
 
 def test_a_subject_without_a_cache_has_no_calls():
-    assert covering_calls(subject_of(None), "cpu", None) == ()
-    assert covering_calls(subject_of(attend, devices=("cuda",)), "cpu", None) == ()
+    assert covering_caches(subject_of(None), "cpu", None).calls == ()
+    assert covering_caches(subject_of(attend, devices=("cuda",)), "cpu", None).calls == ()
 
 
 def test_calls_for_a_gpu_have_the_kernels_that_are_drawn():
@@ -85,7 +85,7 @@ def test_calls_for_a_gpu_have_the_kernels_that_are_drawn():
     }
     found = {
         (x.dtype, x.config, x.D, x.Dv, x.softcap, x.alibi)
-        for x in (call.attention for call in covering_calls(subject, "cuda", "caches of "))
+        for x in (call.attention for call in covering_caches(subject, "cuda", "caches of ").calls)
     }
     assert len(found) > 4
     assert found <= compiled
@@ -101,5 +101,5 @@ def test_a_fault_of_many_entries_of_different_lengths_is_found():
         return attend(q, k_cache, v_cache, cache_seqlens=lengths, **given)
 
     subject = subject_of(wrong, dtypes=("fp32",))
-    calls = (x for x in covering_calls(subject, "cpu", None) if x.attention.B > 8)
+    calls = (x for x in covering_caches(subject, "cpu", None).calls if x.attention.B > 8)
     assert any(found_on(subject, call, CACHES["accuracy"]) for call in calls)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.properties.subjects.covering_problems import (
-    SharedKernel,
-    combinations_line,
-    covering_problems,
-    named,
-)
+from fa_verify.properties.subjects.covering_calls import combinations_line, named
+from fa_verify.properties.subjects.covering_problems import SharedKernel, covering_problems
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.test_supported import DECLARED, subject
@@ -33,16 +29,16 @@ def test_problems_are_within_the_declarations(name):
     if one.merges_alone or one.reads_caches_alone:
         pytest.skip("takes no padded tensors")
     array = covering_problems(one, one.devices[0])
-    assert array.problems
+    assert array.calls
     assert not array.left_out
-    assert [x for x in array.problems if one.excludes(x)] == []
-    assert {x.dtype for x in array.problems} == {*one.dtypes}
-    assert len(array.problems) == len({x.to_json() for x in array.problems})
+    assert [x for x in array.calls if one.excludes(x)] == []
+    assert {x.dtype for x in array.calls} == {*one.dtypes}
+    assert len(array.calls) == len({x.to_json() for x in array.calls})
 
 
 def test_three_conditions_meet():
     """Conjunctions that a thousand random problems lack."""
-    problems = covering_problems(subject(), "cpu").problems
+    problems = covering_problems(subject(), "cpu").calls
     for what in (
         lambda x: x.G > 4 and x.M > 64,
         lambda x: x.H > 16 and x.mask.window_left is not None,
@@ -58,32 +54,32 @@ def test_three_conditions_meet():
 
 def test_a_limit_leaves_large_problems_out():
     array = covering_problems(subject(), "cpu", most=24)
-    assert all(-(-x.M // 64) * -(-x.N // 64) * x.B * x.H <= 24 for x in array.problems)
-    missing, count = array.missing(range(len(array.problems)))
+    assert all(-(-x.M // 64) * -(-x.N // 64) * x.B * x.H <= 24 for x in array.calls)
+    missing, count = array.missing(range(len(array.calls)))
     assert missing == array.left_out
-    line = combinations_line(missing, count)
+    line = combinations_line(missing, count, "attention")
     assert line.startswith(f"{count - len(missing):,} of {count:,} combinations")
     assert "H>16" in line
 
 
 def test_problems_of_few_kernels_compile_no_others():
     array = covering_problems(subject(score_mods=SCORE_MODS), "cuda", kernels=KERNELS)
-    assert {(x.dtype, x.config, x.D) for x in array.problems} == {x[:3] for x in KERNELS}
-    assert all(x.D == x.Dv and len({*x.layouts}) == 1 for x in array.problems)
-    assert all(x.softcap is None and x.bias == "none" for x in array.problems)
+    assert {(x.dtype, x.config, x.D) for x in array.calls} == {x[:3] for x in KERNELS}
+    assert all(x.D == x.Dv and len({*x.layouts}) == 1 for x in array.calls)
+    assert all(x.softcap is None and x.bias == "none" for x in array.calls)
     # Lengths end at the tiles of the kernel.
-    assert {x.M % 128 for x in array.problems if x.dtype == "fp16"} >= {0, 1}
+    assert {x.M % 128 for x in array.calls if x.dtype == "fp16"} >= {0, 1}
 
 
 def test_problems_have_the_masks_of_a_class():
     array = covering_problems(subject(), "cpu", mask=PrefixLM)
-    assert all(isinstance(x.mask, PrefixLM) for x in array.problems)
-    assert any(x.mask.seqlens_k and x.G > 4 for x in array.problems)
+    assert all(isinstance(x.mask, PrefixLM) for x in array.calls)
+    assert any(x.mask.seqlens_k and x.G > 4 for x in array.calls)
 
 
 def test_what_is_not_judged_is_missing():
     array = covering_problems(subject(), "cpu")
-    missing, count = array.missing(range(1, len(array.problems)))
+    missing, count = array.missing(range(1, len(array.calls)))
     assert 0 < len(missing) < count
     assert missing < array.combinations[0]
 
@@ -91,6 +87,9 @@ def test_what_is_not_judged_is_missing():
 def test_combinations_are_named():
     words = named((("G", "G>4"), ("tiles of N", "2 tiles"), ("left window", "over tiles")))
     assert words == "G>4, 2 tiles of N, left window over tiles"
+    words = named((("append", True), ("causal", False), ("G", (2, 3, 4)), ("page", 16)))
+    assert words == "append, no causal, G=2-4, page 16"
+    assert named((("window", None), ("M", (1,)))) == "no window, M=1"
 
 
 @pytest.mark.parametrize("name", ["nothing", "one query, top-left", "a prefill", "packed"])
@@ -103,10 +102,22 @@ def test_declarations_exclude_few_of_the_rows_that_are_made(monkeypatch, name):
     )
     one = subject(**DECLARED[name])
     array = covering_problems(one, one.devices[0])
-    assert len(array.problems) > 20
-    assert len(asked) < 20 * len(array.problems)
+    assert len(array.calls) > 20
+    assert len(asked) < 20 * len(array.calls)
 
 
 def test_a_subject_of_one_query_has_one():
     array = covering_problems(subject(one_query=True), "cpu")
-    assert {x.M for x in array.problems} == {1}
+    assert {x.M for x in array.calls} == {1}
+
+
+def test_packed_sequences_are_empty_at_the_ends_and_in_a_row():
+    array = covering_problems(subject(**DECLARED["packed"]), "cpu")
+    lengths = [x.mask.seqlens_k for x in array.calls if x.mask.seqlens_k]
+    assert any(x[0] == 0 < x[-1] for x in lengths)
+    assert any(x[-1] == 0 < x[0] for x in lengths)
+    assert any((0, 0) == x[i : i + 2] for x in lengths for i in range(1, len(x) - 2))
+    # An offset of the queries stays too, or some rows see no key.
+    rows = [(x.mask.seqlens_q or (x.M,) * x.B, x.mask.seqlens_k) for x in array.calls]
+    empty = [(m == 0) for q, k in rows if k for m, n in zip(q, k, strict=True) if n == 0]
+    assert {*empty} == {True, False}

@@ -436,7 +436,7 @@ def _guarantees() -> list[str]:
             *marked.get(key, ()),
             *("test_claims.py" for claim in mine if claim.drawn),
             *("test_same_bits.py" for claim in mine if claim.promise),
-            *("test_combinations.py" for claim in mine if claim.name == "accuracy"),
+            *("test_combinations.py" for claim in mine if claim.bounded),
             *(_OF_KINDS[x] for claim in mine for x in (claim.kind, claim.group) if x in _OF_KINDS),
         }
         every = "every call" if key in _OF_EVERY_CALL else ""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 
 from fa_verify import breadth
 from fa_verify.breadth import BREADTHS, breadth_of, choose_breadth
+from fa_verify.conformance.test_combinations import CASES, PARTS
 from fa_verify.properties.subjects.subject import Subject
 
 ROOT = Path(__file__).parents[3]
@@ -97,3 +99,7 @@ def test_a_run_of_given_problems_times_nothing(monkeypatch, option):
 def test_an_unknown_breadth_is_refused(monkeypatch):
     with pytest.raises(pytest.UsageError, match="'broad'; needs one of wide, medium, narrow"):
         choose_breadth(Config(monkeypatch, plain, "broad"))
+
+
+def test_every_kind_of_an_array_has_its_tests():
+    assert Counter(case.values[0].kind for case in CASES) == PARTS

@@ -1,9 +1,9 @@
 """Counts the alarms of the checks on drawn problems: ``python -m benchmarks.false_alarms``.
 
-The problems are those of the conformance tests, in batches. Every check that runs on each of them
-judges them: the bound, the backward given the forward, limits, and the statistics. On a correct
-kernel, each alarm is a false one. The command prints the problems, elements and alarms of each
-kernel, and the largest rate of alarms that is consistent with them.
+The problems are those of the conformance tests, or of covering arrays, in batches. Every check that
+runs on each of them judges them: the bound, the backward given the forward, limits, statistics. On
+a correct kernel, each alarm is a false one. The command prints the problems, elements and alarms of
+each kernel, and the largest rate of alarms that is consistent with them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import hypothesis
 import torch
+from hypothesis import strategies as st
 
 from benchmarks.saving import saved
 from fa_verify.oracles.problem import Problem
@@ -35,13 +36,14 @@ from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import draws
+from fa_verify.properties.subjects.covering_problems import covering_problems
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.registry import NAMED, spec_of
-from fa_verify.shards import Shard, shards_of
+from fa_verify.shards import Shard, has_table, shards_of, shared_kernels
 
 __all__ = [
     "CHECKS",
@@ -52,7 +54,9 @@ __all__ = [
     "ON_CPU",
     "PAIRS",
     "SHOWN",
+    "TILE",
     "Counts",
+    "combined",
     "counted",
     "drawn",
     "main",
@@ -67,6 +71,8 @@ CHECKS: dict[str, Check] = {
 # Kernels on a CPU that need no interpreter.
 ON_CPU = ("sdpa-math", "benchmarks/emulated.py:attention")
 MAX_SEQLEN = {"cpu": 200, "cuda": 512}
+# Rows and keys of a tile of the problems of an array.
+TILE = 64
 # Pairs of rows and keys of a batch, over all heads.
 PAIRS = {"cpu": 2**18, "cuda": 2**23}
 # Batches that are drawn at a time.
@@ -146,13 +152,29 @@ def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: Any)
         )  # fmt: skip
     except ExcludedError:
         return []
+    return _batches(subject, problems, DRAWN, shard.tile, device, seed)
+
+
+def combined(subject: Subject, device: str, seed: str) -> list[Problem]:
+    """Returns batches of the problems of a covering array, which depends on the seed."""
+    of_seed = dataclasses.replace(subject, name=seed)
+    shared = device == "cuda" or has_table(subject)
+    kernels = shared_kernels(subject) if shared else ()
+    calls = covering_problems(of_seed, device, kernels=kernels).calls
+    # Most are drawn, some of them twice.
+    return _batches(subject, st.sampled_from(calls), 2 * len(calls), TILE, device, seed)
+
+
+def _batches(
+    subject: Subject, problems: st.SearchStrategy[Problem], count: int, tile: int, device: str,
+    seed: str,
+) -> list[Problem]:  # fmt: skip
+    cost = max(4, PAIRS[device] // tile**2)
     found: list[Problem] = []
 
     @hypothesis.seed(seed)
-    @draws(DRAWN)
-    @hypothesis.given(
-        batched_problems(problems, tile=shard.tile, max_cost=cost, m_gt_n=subject.m_gt_n)
-    )
+    @draws(count)
+    @hypothesis.given(batched_problems(problems, tile=tile, max_cost=cost, m_gt_n=subject.m_gt_n))
     def collect(problem: Problem) -> None:
         found.append(problem)
 
@@ -161,11 +183,19 @@ def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: Any)
 
 
 def counted(
-    subject: Subject, seconds: float, device: str, seed: str, score_mods: Sequence[str] = ()
-) -> Counts:
-    """Judges problems for some seconds, each with these score modifications; returns the counts."""
-    counts = Counts()
-    for problem in _problems(subject, device, seed, time.monotonic() + seconds, score_mods):
+    subject: Subject, seconds: float, device: str, seed: str, score_mods: Sequence[str] = (),
+    *, combinations: bool = False,
+) -> Counts:  # fmt: skip
+    """Judges problems for some seconds, each with these score modifications; returns the counts.
+
+    With ``combinations`` they are of covering arrays.
+    """
+    counts, until = Counts(), time.monotonic() + seconds
+    if combinations:
+        problems = _of_arrays(subject, device, seed, until)
+    else:
+        problems = _problems(subject, device, seed, until, score_mods)
+    for problem in problems:
         try:
             for trial in _trials(subject, problem):
                 counts.problems += len(trial.problem.all_seeds)
@@ -232,6 +262,15 @@ def _problems(
         turn += 1
 
 
+def _of_arrays(subject: Subject, device: str, seed: str, until: float) -> Iterator[Problem]:
+    """Yields problems of one covering array after the other until a time of the monotonic clock."""
+    for turn in itertools.count():
+        for problem in combined(subject, device, f"{seed}/{turn}"):
+            yield problem
+            if time.monotonic() > until:
+                return
+
+
 def _subject(name: str) -> Subject:
     subject = load(spec_of(name))
     return dataclasses.replace(subject, name=name, source=name)
@@ -239,13 +278,20 @@ def _subject(name: str) -> Subject:
 
 def _worker(
     number: int, kernels: Sequence[str], seconds: float, device: str, seed: str,
-    score_mods: Sequence[str],
+    score_mods: Sequence[str], *, combinations: bool,
 ) -> dict[str, Counts]:  # fmt: skip
     """Counts on every kernel, for an equal share of the time."""
     torch.set_num_threads(1)
     share = seconds / len(kernels)
     return {
-        name: counted(_subject(name), share, device, f"{seed}/{number}/{name}", score_mods)
+        name: counted(
+            _subject(name),
+            share,
+            device,
+            f"{seed}/{number}/{name}",
+            score_mods,
+            combinations=combinations,
+        )
         for name in kernels
     }
 
@@ -261,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--score-mods", nargs="+", default=(), choices=SCORE_MODS,
         help="score modifications of every problem (default: none)",
     )  # fmt: skip
+    parser.add_argument("--combinations", action="store_true", help="problems of covering arrays")
     parser.add_argument("--workers", type=int, help="processes (default: all CPUs, at most 8)")
     parser.add_argument("--seed", default="0", help="another seed draws other problems")
     parser.add_argument("--write", action="store_true", help="write to results/ instead of build/")
@@ -271,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = options.kernels or (here if device == "cuda" else ON_CPU)
     one = functools.partial(
         _worker, kernels=kernels, seconds=options.seconds, device=device, seed=options.seed,
-        score_mods=options.score_mods,
+        score_mods=options.score_mods, combinations=options.combinations,
     )  # fmt: skip
     found = {name: Counts() for name in kernels}
     for counts in _each(one, workers):
@@ -280,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = {
         "device": device_name(), "versions": versions(), "seconds": options.seconds,
         "seed": options.seed, "score_mods": options.score_mods,
+        "combinations": options.combinations,
         "confidence": CONFIDENCE, "kernels": {name: of.record() for name, of in found.items()},
     }  # fmt: skip
     path = saved(ROOT, "false-alarms.json", record, device=device, keep=options.write)

@@ -60,3 +60,18 @@ def test_the_problems_of_another_seed_are_others():
     assert one != other
     assert other == again
     assert any(problem.seeds for problem in one)
+
+
+def test_problems_of_an_array_are_batched_and_those_of_another_seed_are_others():
+    subject = load(EMULATED)
+    one, other, again = (false_alarms.combined(subject, "cpu", seed) for seed in "011")
+    assert one != other
+    assert other == again
+    assert sum(len(x.all_seeds) for x in one) > 2 * len(one)
+    assert any(x.H > 16 and x.M > x.N for x in one)
+
+
+def test_problems_of_arrays_are_judged():
+    counts = false_alarms.counted(load(EMULATED), 1.0, "cpu", "0", combinations=True)
+    assert counts.problems > 0
+    assert counts.alarms == 0

@@ -66,7 +66,8 @@ def choose_breadth(config: pytest.Config) -> None:
     if given is not None and given not in BREADTHS:
         raise pytest.UsageError(f"--fa-breadth is {given!r}; needs one of {', '.join(BREADTHS)}")
     of_few = config.getoption("--fa-quick", False) or config.getoption("--fa-replay", None)
-    if given is None and not is_ours(config) and not of_few:
+    draws = not (of_few or config.getoption("collectonly", False))
+    if given is None and not is_ours(config) and draws:
         subject = subject_of(config)
         alone = subject.merges_alone or subject.reads_caches_alone
         if device_of(config) == "cpu" and not alone:

@@ -89,8 +89,8 @@ def test_a_worker_has_the_breadth_of_the_process_that_started_it(monkeypatch):
     assert config.option.fa_breadth == "medium"
 
 
-@pytest.mark.parametrize("option", ["fa_quick", "fa_replay"])
-def test_a_run_of_given_problems_times_nothing(monkeypatch, option):
+@pytest.mark.parametrize("option", ["fa_quick", "fa_replay", "collectonly"])
+def test_a_run_that_draws_no_problem_times_nothing(monkeypatch, option):
     config = Config(monkeypatch, ends, **{option: True})
     choose_breadth(config)
     assert config.option.fa_breadth is None

@@ -314,7 +314,8 @@ def _size(cause: RootCause) -> str:
     limit = "bound" if is_element else "limit"
     size = [f"error {error / bound:.3g} x {limit}"] if bound > 0 else [f"error {error:.3g}"]
     if want and cause.finding["output"] and is_element:
-        size.append(f"{100 * error / abs(want):.2g} % of {cause.finding['output']}")
+        share = float(f"{100 * error / abs(want):.2g}")
+        size.append(f"{share:,g} % of {cause.finding['output']}")
     return ", ".join(size)
 
 

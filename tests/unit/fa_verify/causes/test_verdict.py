@@ -183,6 +183,16 @@ def test_every_problem_is_said_only_if_none_passed():
     assert "other problems pass, and no feature tells them apart" in evidence(one)
 
 
+@pytest.mark.parametrize(
+    ("got", "share"),
+    [(3.0, "50"), (4.25, "110"), (2000.0, "100,000"), (2.00002, "0.001"), (3.9999, "100")],
+)
+def test_the_share_of_an_error_is_a_number_without_an_exponent(got, share):
+    finding = {**NAN.finding, "got": got, "want": 2.0, "bound": 0.5}
+    one = dataclasses.replace(NAN, kind="error", finding=finding)
+    assert f" x bound, {share} % of out" in evidence(one)
+
+
 def test_calls_that_depend_on_chance_or_others_have_titles_of_their_own():
     fields = {**vars(NAN), "features": (), "kind": "error"}
     sometimes = RootCause(**{**fields, "runs": (2, 9)})

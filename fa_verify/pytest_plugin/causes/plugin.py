@@ -372,8 +372,8 @@ class Causes:
         if self._all_spent >= 1:
             yield (
                 f"The causes took {self._all_spent:,.0f} s of CPU time: at most "
-                f"{FAILURE_SECONDS:.0f} s a failure, and a minute and a third of the time of each "
-                "process."
+                f"{FAILURE_SECONDS:.0f} s a failure, and in each process a third of its time "
+                f"beside {_FREE:.0f} s."
             )
         if counts.failed and not full:
             by_command = self.config.rootpath == CONFORMANCE

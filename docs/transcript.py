@@ -32,7 +32,7 @@ STEPS: Mapping[str, tuple[str, str | None]] = {
     "explain-1": (EXPLAIN + """ '{"version":1,"dtype":"fp16"}'""", None),
     "check-2": (CHECK, "fix-1.diff"),
     "check-3": (CHECK, "fix-2.diff"),
-    "explain-3": (EXPLAIN + """ '{"version":1,"M":71,"N":132,"dtype":"fp16"}'""", None),
+    "explain-3": (EXPLAIN + """ '{"version":1,"B":2,"M":35,"N":129,"dtype":"fp16"}'""", None),
     "check-4": (CHECK, "fix-3.diff"),
 }
 

@@ -138,7 +138,7 @@ def _compared_calls(
     if word == "chunks" and not problem.attention.mask.causal:
         return
     with suppress(SubjectError, NotImplementedError):
-        for told, first, again in OTHER_CALLS[word](subject, problem):
+        for told, first, again, _ in OTHER_CALLS[word](subject, problem):
             both = (Outputs(out, lse, None, None, None) for out, lse in (first, again))
             yield told.removeprefix("where "), difference(*both, only=("out", "lse"))
 

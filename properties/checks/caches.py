@@ -34,8 +34,9 @@ __all__ = [
 ]  # fmt: skip
 
 _Caches = tuple[torch.Tensor, torch.Tensor]
-# How other calls compute what a first one does, and the results of both.
-_Calls = Iterator[tuple[str, Result, Result]]
+# How other calls compute what a first one does, the results of both, and the problem of the other
+# call if it has one.
+_Calls = Iterator[tuple[str, Result, Result, CacheProblem | None]]
 # Entries of the table that lead nowhere, beside -1.
 _WILD = (2**31 - 1, -(2**31), 0)
 # Why calls of other entries cannot be made.
@@ -65,11 +66,12 @@ def _agree(
 def _other_calls(trial: CacheTrial, word: str, guarantee: Guarantee) -> list[Finding]:
     """Return the findings of ``_agree`` for the calls that a word of ``same_bits`` compares."""
     findings, count = [], 0
-    for told, first, again in OTHER_CALLS[word](trial.subject, trial.problem):
+    for told, first, again, called in OTHER_CALLS[word](trial.subject, trial.problem):
         count += 1
         # The first call may be another one than the trial's, such as one without an append.
         beside = dataclasses.replace(trial, got=first, asked=trial.asked)
-        findings += _agree(beside, again, SAME_BITS[word], guarantee, f"differs {told}")
+        found = _agree(beside, again, SAME_BITS[word], guarantee, f"differs {told}")
+        findings += [dataclasses.replace(x, called=called) for x in found]
     if count:
         trial.applies(guarantee.key)
     else:
@@ -119,7 +121,8 @@ def _other_sizes(subject: Subject, problem: CacheProblem) -> _Calls:
             x = make_cache(problem, inputs, page_size=size, order=1 + size, is_shared=False)
             with suppress(RefusedError):
                 told = f"with pages of {size} rows" if size else "in one row an entry"
-                yield told, first, run_cache(subject, problem, x)
+                called = dataclasses.replace(problem, page_size=size, shared=0)
+                yield told, first, run_cache(subject, problem, x), called
 
 
 def page_sizes(trial: CacheTrial) -> list[Finding]:
@@ -329,7 +332,7 @@ def _neighbours(subject: Subject, problem: CacheProblem) -> _Calls:
             found.append((out[at : at + 1], None if lse is None else lse[at : at + 1]))
         else:
             if found:
-                yield told, first, _joined(found, 0)
+                yield told, first, _joined(found, 0), None
 
 
 def _joined(results: list[Result], axis: int) -> Result:
@@ -405,7 +408,7 @@ def _chunks(subject: Subject, problem: CacheProblem) -> _Calls:
     ):
         with suppress(RefusedError):
             again = _decoded(subject, problem, first, ends)
-            yield f"where the last {count} rows are decoded {told}", first, again
+            yield f"where the last {count} rows are decoded {told}", first, again, None
 
 
 def decoding(trial: CacheTrial) -> list[Finding]:

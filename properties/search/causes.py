@@ -163,7 +163,10 @@ class RootCause:
         if not self.is_like(other.kind, other.outputs):
             return False
         if self.depends_on or other.depends_on:
-            return self.depends_on == other.depends_on
+            # One call of a check of many fails by chance, too.
+            many = other.after is None and guarantee_of(other.guarantee) == G13.key
+            by_chance = self.runs is not None and self.runs[0] > 0 and many
+            return self.depends_on == other.depends_on or by_chance
         theirs = {x.name: x.value for x in other.features}
         if self.check != other.check:
             return False
@@ -280,9 +283,13 @@ def _joined(cause: RootCause, part: RootCause) -> RootCause:
     """
     outputs = tuple(dict.fromkeys((*cause.outputs, *part.outputs)))
     alike = {x.name for x in cause.hard} == {x.name for x in part.hard}
-    shown = min(
-        cause, part, key=lambda x: (x.kind == "slight", kind_of(x.problem).complexity(x.problem))
-    )
+    alike = alike and cause.depends_on == part.depends_on
+
+    def rank(x: RootCause) -> tuple[bool, bool, tuple[float, ...]]:
+        never = x.runs is not None and not x.runs[0]
+        return x.kind == "slight", never, kind_of(x.problem).complexity(x.problem)
+
+    shown = min(cause, part, key=rank)
     shown = shown if alike else cause
     features = tuple(
         next((x.joined(y) for y in part.features if x.is_of(y)), x) for x in cause.features

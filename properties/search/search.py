@@ -88,7 +88,8 @@ class Runner:
         """
         found = self._findings(problem, claim)
         if found and found[0].called is not None:
-            alone = (self._findings(call, accuracy) for call in (problem, found[0].called))
+            check = next(x.check for x in standing_of(problem.kind) if x.bounded)
+            alone = (self._findings(call, check) for call in (problem, found[0].called))
             found = next(filter(None, alone), found)
         source, mask = self.subject.source, self.mask
         if source or mask:

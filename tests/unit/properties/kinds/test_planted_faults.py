@@ -11,6 +11,7 @@ from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.checks.caches import page_sizes
 from fa_verify.properties.checks.claims import standing_of
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search import failure, minimize
@@ -268,6 +269,17 @@ def test_a_fault_of_a_cache_is_one_cause_with_all_that_it_needs(fault):
     (cause,) = causes_of(cache_subject(kernel), call)
     assert needs(cause) == wanted
     assert not declared or declared == [if_intended(cause)]
+
+
+def test_a_call_with_other_pages_is_explained_by_its_own_problem():
+    """The problem of the check is right, and the one with pages of one row fails."""
+    runner = Runner(cache_subject(loses_the_last_key_of_a_page), Tally())
+    found = runner.findings(cache_call((5, 3)), page_sizes)
+    assert found[0].problem.page_size == 1
+    store = Known()
+    Failure(runner, page_sizes, found, store).causes()
+    (cause,) = store.known()
+    assert needs(cause) == {"keys that fill their last page": None}
 
 
 def lost(weights):

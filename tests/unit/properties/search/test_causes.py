@@ -545,3 +545,83 @@ def test_strides_that_fail_after_others_are_a_matter_of_the_call_before():
     (cause,) = store.known()
     assert [x.layouts[1] for x in cause.after] == ["bhsd"]
     assert cause.depends_on == "earlier calls"
+
+
+def test_strides_that_fail_after_an_earlier_call_of_the_run_are_a_matter_of_it():
+    """The call itself fails in this process, and the check's copies in a fresh one."""
+
+    def kept_order():
+        order = {}
+
+        def fault(out, q, k, v):
+            adjacent = k.stride(-2) < k.stride(-1)
+            return out * (1 + (order.setdefault(k.shape, adjacent) != adjacent))
+
+        return runner_with(fault, dtypes=("fp32",), backward=False)
+
+    def fresh(calls, name):
+        check = next((x.check for x in claims.CLAIMS if x.name == name), accuracy)
+        anew = kept_order()
+        return [not anew.findings(call, check) for call in calls]
+
+    runner, store = kept_order(), Known()
+    problem = Problem(M=3, N=5, layouts=("bhsd", "transposed", "bhsd", "bhsd"))
+    for N in range(1, 6):
+        assert not runner.findings(Problem(N=N), accuracy)
+    found = runner.findings(problem, claims.layout)
+    Failure(runner, claims.layout, found, store, fresh).causes()
+    (cause,) = store.known()
+    assert [x.layouts[1] for x in cause.after] == ["bhsd"]
+    assert cause.depends_on == "earlier calls"
+
+
+def test_a_check_of_many_calls_fails_by_the_chance_of_one():
+    calls = []
+
+    def fault(out, q, k, v):
+        calls.append(out)
+        return out * (1 + len(calls) % 2)
+
+    (cause,) = causes_of(runner_with(fault, dtypes=("fp32",)), Problem(M=3, N=5), Known())
+    assert 0 < cause.runs[0] < cause.runs[1]
+    state = dataclasses.replace(cause, guarantee="G13", runs=None, problem=Problem())
+    for both in ((cause, state), (state, cause)):
+        store = Known()
+        for one in both:
+            store.add(one)
+        (joined,) = store.known()
+        assert (joined.runs, joined.guarantee) == (cause.runs, cause.guarantee)
+    # A sequence that fails in a fresh process, and a call that fails in no further run, tell less.
+    assert not cause.covers(dataclasses.replace(state, after=(Problem(),)))
+    assert not dataclasses.replace(cause, runs=(0, 9)).covers(state)
+
+
+def test_an_output_that_is_wrong_beside_another_fault_is_not_of_a_dtype():
+    """dv is wrong in fp16, dk for Dv other than D, and out where both are so."""
+
+    def fault(out, q, k, v):
+        other, half = k.shape[3] != v.shape[3], q.dtype == torch.float16
+        out = out + half * (v - v.detach()).mean(2, keepdim=True)
+        out = out + other * (k - k.detach()).mean((2, 3), keepdim=True)
+        return out + (other and half) * out.detach()
+
+    runner, store = runner_with(fault, dtypes=("fp16", "fp32")), Known()
+    causes_of(runner, Problem(M=3, N=5, dtype="fp16"), store)
+    causes_of(runner, Problem(M=2, N=3, Dv=8, dtype="fp16"), store)
+    (of_dtype,) = (x for x in store.known() if [y.name for y in x.features] == ["dtype"])
+    assert of_dtype.outputs == ("dv",)
+
+
+def test_a_call_that_passes_after_the_search_needs_no_feature():
+    """Its first runs all fail, by chance."""
+    calls = []
+
+    def fault(out, q, k, v):
+        calls.append(out)
+        return out * (1 + (len(calls) < 6))
+
+    (cause,) = causes_of(runner_with(fault, dtypes=("fp32",)), Problem(M=3, N=5), Known())
+    assert cause.depends_on == "chance"
+    assert not cause.features
+    failing, of = cause.runs
+    assert failing < of == 9

@@ -81,7 +81,9 @@ def identities(trial: AttentionTrial) -> list[Finding]:
         if not columns:
             continue
         found = _beyond(trial, identity, columns)
-        mean = float((identity.error / identity.spread).square().sum()) / columns
+        # A column of zeros in dout or in q is summed without a rounding.
+        share = torch.where(identity.error == 0, 0.0, identity.error / identity.spread)
+        mean = float(share.square().sum()) / columns
         limit = mean_square_limit(1 / (1 / columns + 1 / rows))
         if not found and not mean <= limit:
             found = [_mean_finding(trial, identity, mean, limit, columns)]

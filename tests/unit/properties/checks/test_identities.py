@@ -107,6 +107,21 @@ def test_nan_breaks_the_identity_of_its_output(output):
     assert [(x.output, x.where) for x in identities(trial)] == [(output, "b=0 h=1 d=0")]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "output"),
+    [
+        ({"N": 65, "D": 72, "Dv": 72, "dtype": "bf16", "seed": 1344517120}, "sum_dv"),
+        ({"N": 32, "D": 136, "Dv": 136, "dtype": "fp16", "seed": 123626202}, "sum_dk"),
+    ],
+    ids=["dv", "dk"],
+)
+def test_a_sum_without_roundings_is_no_evidence(sizes, output):
+    """One of the values of the single row's dout, or of its q, is 0."""
+    trial = run(Problem(H=17, Hk=17, **sizes))
+    assert 0.0 in getattr(trial.variances, output)
+    assert identities(trial) == []
+
+
 def test_problems_outside_the_model_are_left_alone():
     for inputs, flagged in (("outliers", False), ("normal", True)):
         trial = run(replace(PROBLEM, inputs=inputs))

@@ -44,14 +44,19 @@ def attention(q, k, v, *, mask, sm_scale):
 """
 
 
-def said_in(folder: Path, *path: Path) -> list[str]:
-    """The output of the imports in a process started in ``folder``."""
+def started_in(folder: Path, code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    """A process that ran code in ``folder``, with these paths in the place of PYTHONPATH."""
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def said_in(folder: Path, *path: Path) -> list[str]:
+    """The output of the imports in a process started in ``folder``."""
+    done = started_in(folder, IMPORTS, *path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -113,10 +118,7 @@ def test_modules_of_a_checkout_are_imported_once():
 
 
 def test_modules_of_an_installation_are_imported_once(tmp_path):
-    found = subprocess.run(
-        [sys.executable, "-c", "import fa_verify"], cwd=tmp_path, capture_output=True, check=False
-    )
-    if found.returncode:
+    if started_in(tmp_path, "import fa_verify").returncode:
         pytest.skip("fa_verify is not installed in this environment")
     twice, taken, _ = said_in(tmp_path)
     assert (twice, taken) == ("[]", "[]")

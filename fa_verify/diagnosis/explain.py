@@ -40,9 +40,9 @@ from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
 
-SECONDS = 5.0
+SECONDS = 15.0
 # The time on the clock may be so many times the time of the process, on a busy machine.
-_BUSY = 8
+_BUSY = 3
 # Pairs of rows and keys, over batch entries and heads, above which nothing is computed.
 _MOST_PAIRS = 2**21
 # The square of the share of the error, in bounds, that an explanation may leave.
@@ -131,7 +131,7 @@ def diagnose(
         subject: The subject.
         problem: The failing problem.
         also: Other problems that fail for the same cause, or pass beside it.
-        seconds: Time of the process after which nothing more is tried, or eight times as long on
+        seconds: Time of the process after which nothing more is tried, or three times as long on
             the clock. An incomplete search names nothing.
         run: Runs the subject on a problem; None is ``run_trial``.
 

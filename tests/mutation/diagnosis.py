@@ -175,12 +175,10 @@ def _of_mutant(
         return _diagnosed(subject, pool[kill.step].problem)
 
 
-def _diagnosed(
-    subject: Subject, problem: object, seconds: float = 5.0
-) -> tuple[str, tuple[str, ...], bool, float]:
+def _diagnosed(subject: Subject, problem: object) -> tuple[str, tuple[str, ...], bool, float]:
     from fa_verify.diagnosis.explain import diagnose
 
-    found = diagnose(subject, problem, seconds=seconds)
+    found = diagnose(subject, problem)
     names = tuple(x.name for x in found.explanations)
     how = "diagnosed" if found.tried else "no wrong value"
     return how, names, found.complete, found.seconds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import claims, identities
+from fa_verify.properties.checks.ways import WAYS
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import AttentionTrial, run_trial
@@ -56,6 +58,7 @@ from tests.unit.properties.checks import (
     test_pooled_checks,
     test_same_bits,
     test_streams,
+    test_ways,
 )
 from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.subjects.broken_subjects import Eager
@@ -174,6 +177,27 @@ def _found(
     **declared: object,
 ) -> Callable[[], str]:
     return lambda: _first(_CHECKS[check](_trial(fault, problem, subject, **declared)), claim)
+
+
+# Titles and hints, in the order of ``test_ways.FAULTS``.
+_OF_WAYS = (
+    ("the same addresses", "Look for copies that are kept by the address of a tensor."),
+    ("after an exception", "Look for what is set before the arguments are checked."),
+    ("without gradients", "Look at what depends on torch.is_grad_enabled()."),
+    ("two backwards", "Look for a backward that writes to what the forward saved."),
+    ("some gradients", "Look at what depends on which input requires a gradient."),
+    ("another call in between", "Look for results that are kept outside of the context."),
+)
+
+
+def _way(fault: str, check: str = "G16", seed: int = 0) -> Callable[[], str]:
+    """The message of a fault of the ways of calling; every seed from this one on is tried."""
+
+    def message() -> str:
+        found = (test_ways.found(fault, x, _CHECKS[check]) for x in itertools.count(seed))
+        return str(next(filter(None, found))[0])
+
+    return message
 
 
 def _closed_form(check: str, fault: str) -> Callable[[], str]:
@@ -675,6 +699,12 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             _nan(lambda memory: memory * 2),
         ),
         Kind(
+            "G6: another number in allocations",
+            "Memory that the kernel does not write is read, and NaN in it has no effect by luck: a "
+            "comparison with NaN is false, and a maximum can pass over it.",
+            _way("nan is empty", "G6", 1),
+        ),
+        Kind(
             "G6: a set of gradients",
             "A gradient depends on which others are needed. Look at the launches of the backward "
             "that are left out where an input requires no gradient.",
@@ -712,7 +742,17 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "G8: the gradient of a sum",
             "`out.sum().backward()` passes a `dout` whose strides are 0, and the kernel misreads "
             "it. Copy such a tensor, or use its strides.",
-            _found("G8", "misreads an expanded dout", _FP64, "out.sum().backward()"),
+            _found(
+                "G8",
+                "misreads an expanded dout",
+                dataclasses.replace(_FP64, seed=0),
+                "out.sum().backward()",
+            ),
+        ),
+        Kind(
+            "G8: the gradient of a mean",
+            "A mean or a sum of out over some axes gives a `dout` with stride 0 along these.",
+            _way("shared rows", "G8", 3),
         ),
         Kind(
             "G12: offsets",
@@ -738,6 +778,16 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
             "The subject computes a problem once and refuses it later. Look for state that a call "
             "leaves behind.",
             _judged("refuses the second run", "G10"),
+        ),
+        *(
+            Kind(
+                f"G16: {title}",
+                f"The call differs {next(x for x in WAYS if words in x)}. {look}",
+                _way(fault),
+            )
+            for (fault, words), (title, look) in zip(
+                test_ways.FAULTS.items(), _OF_WAYS, strict=True
+            )
         ),
         Kind(
             "G13: state",

@@ -101,8 +101,8 @@ G5 = Guarantee(
 G6 = Guarantee(
     "G6",
     "full overwrite",
-    "Every element of every output is written, and nothing outside. Allocations start as NaN "
-    "between guard bands. Any set of the gradients has the bits of all gradients together.",
+    "Every element of every output is written, and nothing outside. Allocations start as NaN or as "
+    "a number, between guard bands. Any set of the gradients has the bits of all of them together.",
 )
 G7 = Guarantee(
     "G7",
@@ -114,8 +114,8 @@ G7 = Guarantee(
 G8 = Guarantee(
     "G8",
     "layout",
-    "Any strides, other ones for each tensor, give the bits of contiguous copies. So does the "
-    "expanded dout of `out.sum().backward()`.",
+    "Any strides, other ones for each tensor, give the bits of contiguous copies. So does a dout "
+    "with stride 0, as the gradient of a sum or a mean of out has.",
 )
 G9 = Guarantee(
     "G9",
@@ -153,6 +153,14 @@ G15 = Guarantee(
     "A side stream, a call on another stream, other kernels on the multiprocessors and another "
     "current device change no result. A replay of a CUDA graph gives what a call on the same "
     "contents gives, after a thousand other calls too. On a GPU.",
+    promise="G10",
+)
+G16 = Guarantee(
+    "G16",
+    "ways of calling",
+    "The way of a call changes no result: without gradients, in a second backward, for some of the "
+    "gradients alone, for inputs that were changed in place. Another call between its forward and "
+    "backward changes nothing, nor does one that raised before it.",
     promise="G10",
 )
 I1 = Guarantee(

@@ -33,6 +33,7 @@ from fa_verify.oracles.guarantee import (
     G12,
     G13,
     G15,
+    G16,
     I1,
     I2,
     I3,
@@ -84,6 +85,7 @@ from fa_verify.properties.checks.streams import (
     on_two_streams,
     replayed,
 )
+from fa_verify.properties.checks.ways import one_way
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.trial import SubjectError, Trial
 from fa_verify.properties.inputs.bias_families import grouped_biases
@@ -431,6 +433,13 @@ _OF_ATTENTION = (
         drawn=_drawn(
             "test_score_mods.py::test_the_gradient_of_sinks_lies_within_the_derived_bound",
             shards=(0, 13), runs=2, kernels=5, needs=_SINKS_ALONE,
+        ),
+    ),
+    Claim(
+        guarantee=G16, check=one_way,
+        drawn=_drawn(
+            "test_invariance.py::test_every_way_of_making_a_call_gives_the_same",
+            shards=(4, 5), runs=4, kernels=2, masked=True,
         ),
     ),
     Claim(guarantee=G13, name="sequence", check=sequence, group="calls"),

@@ -9,8 +9,8 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,7 @@ __all__ = [
     "ChangedSettingsError",
     "GradientRun",
     "Judged",
+    "OpenCall",
     "OutOfRangeError",
     "PlannedRun",
     "SubjectError",
@@ -50,6 +51,7 @@ __all__ = [
     "WrongFormError",
     "faults_of_the_subject",
     "kept_settings",
+    "open_call",
     "plan_in_range",
     "plan_run",
     "run_gradient",
@@ -553,6 +555,61 @@ def _told(error: BaseException) -> str:
     return "\n".join(filter(None, told))
 
 
+class OpenCall:
+    """A forward whose backward is called later, or more than once.
+
+    Args:
+        subject: The subject.
+        problem: The problem.
+        inputs: Its inputs.
+        mode: A context in which the forward runs, such as ``torch.no_grad``.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        problem: Problem,
+        inputs: Inputs,
+        mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.subject, self.problem, self.inputs = subject, problem, inputs
+        q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
+        self.leaves = {"dq": q, "dk": k, "dv": v}
+        with mode():
+            self._out, self._lse = subject.run(q, k, v, problem, **_added(inputs))
+
+    @property
+    def forward(self) -> Outputs[torch.Tensor | None]:
+        """The results of the forward, as they are now."""
+        lse = None if self._lse is None else self._lse.detach()
+        return Outputs(self._out.detach(), lse, None, None, None)
+
+    def backward(self, *, retain_graph: bool = False) -> Outputs[torch.Tensor | None]:
+        """Run the backward; return its gradients and ``forward`` after it."""
+        gradients = _gradients(
+            self.subject, self.problem, self.leaves, self.inputs, self._out, self._lse,
+            retain_graph=retain_graph,
+        )  # fmt: skip
+        return self.forward._replace(**gradients)
+
+
+@contextmanager
+def open_call(
+    subject: Subject,
+    problem: Problem,
+    inputs: Inputs,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[OpenCall]:
+    """Run the forward of a call, whose backward may be called inside of the block.
+
+    Raises:
+        SubjectError: The subject raises, changes an input, or a gradient has a wrong form.
+        RefusedError: The subject refuses the problem.
+    """
+    with faults_of_the_subject(inputs), _poisoned_allocations():
+        yield OpenCall(subject, problem, inputs, mode)
+
+
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
     # A kernel without a backward pass may refuse inputs that require gradients.
     q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
@@ -582,6 +639,8 @@ def _gradients(
     inputs: Inputs,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    retain_graph: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of a loss on out and, if the problem has dlse, on lse, by name.
 
@@ -595,7 +654,9 @@ def _gradients(
             )
         losses = [*losses, (lse, inputs.dlse)][problem.dout == "zero" :]
     of, given = zip(*losses, strict=True)
-    found = torch.autograd.grad(of, tuple(leaves.values()), given, allow_unused=True)
+    found = torch.autograd.grad(
+        of, tuple(leaves.values()), given, allow_unused=True, retain_graph=retain_graph
+    )
     gradients: dict[str, torch.Tensor] = {}
     for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
         if gradient is None and name == "dv" and of[0] is lse:

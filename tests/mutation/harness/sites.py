@@ -102,6 +102,7 @@ TESTS: dict[str, str] = {
     "properties/checks/same_bits.py": "test_same_bits",
     "properties/checks/statistics.py": "test_statistics test_bias test_alibi test_softcap",
     "properties/checks/streams.py": "test_streams",
+    "properties/checks/ways.py": "test_ways",
     "properties/comparison/agreement.py": "test_agreement",
     "properties/comparison/compare.py": "test_compare test_agreement test_guarantees test_search",
     "properties/comparison/heat_map.py": "test_heat_map",

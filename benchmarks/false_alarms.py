@@ -43,7 +43,7 @@ from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.registry import NAMED, spec_of
-from fa_verify.shards import Shard, has_table, shards_of, shared_kernels
+from fa_verify.shards import Shard, shards_of, shared_kernels
 
 __all__ = [
     "CHECKS",
@@ -158,9 +158,7 @@ def drawn(subject: Subject, shard: Shard, device: str, seed: str, **wanted: Any)
 def combined(subject: Subject, device: str, seed: str) -> list[Problem]:
     """Returns batches of the problems of a covering array, which depends on the seed."""
     of_seed = dataclasses.replace(subject, name=seed)
-    shared = device == "cuda" or has_table(subject)
-    kernels = shared_kernels(subject) if shared else ()
-    calls = covering_problems(of_seed, device, kernels=kernels).calls
+    calls = covering_problems(of_seed, device, kernels=shared_kernels(subject, device)).calls
     # Most are drawn, some of them twice.
     return _batches(subject, st.sampled_from(calls), 2 * len(calls), TILE, device, seed)
 

@@ -18,7 +18,7 @@ from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.session import device_of, is_ours, mask_of, subject_of
-from fa_verify.shards import has_table, shared_kernels
+from fa_verify.shards import shared_kernels
 
 __all__ = ["BREADTHS", "Breadth", "breadth_of", "choose_breadth", "combinations_of"]
 
@@ -117,9 +117,9 @@ def _combinations(config: pytest.Config, kind: str) -> CoveringCalls[Any]:
         return covering_caches(subject, device, "caches of " if device == "cuda" else None)
     if kind == "merge":
         return covering_merges(subject, device)
-    most, kernels = breadth_of(config).tile_pairs, ()
-    if device == "cuda" or has_table(subject):
-        # Masks do not depend on dtype, configuration and head dims.
-        kernels = shared_kernels(subject, one=mask is not None)
+    # Masks do not depend on dtype, configuration and head dims.
+    kernels = shared_kernels(subject, device, one=mask is not None)
+    most = breadth_of(config).tile_pairs
+    if kernels:
         most = _OURS_ON_CPU if device == "cpu" else None
     return covering_problems(subject, device, most=most, mask=mask, kernels=kernels)

@@ -53,8 +53,7 @@ def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
     had: set[Value] = set()
     if not has_table(subject) and not subject.merges_alone and not subject.reads_caches_alone:
         array = covering_problems(
-            subject, device, most=_TILE_PAIRS, pairs=True,
-            kernels=shared_kernels(subject) if device == "cuda" else (),
+            subject, device, most=_TILE_PAIRS, pairs=True, kernels=shared_kernels(subject, device),
         )  # fmt: skip
         for problem in array.calls:
             had |= values_of(subject, problem)

@@ -128,13 +128,18 @@ def shards_of(subject: Subject, *, float64: bool = False) -> tuple[Shard, ...]:
     )
 
 
-def shared_kernels(subject: Subject, *, one: bool = False) -> tuple[SharedKernel, ...]:
+def shared_kernels(subject: Subject, device: str, *, one: bool = False) -> tuple[SharedKernel, ...]:
     """Return a kernel of each shard, which the tests of the shard compile too.
+
+    There are none on a CPU, where no kernel is compiled, unless the subject has a table.
 
     Args:
         subject: The subject under test.
+        device: "cpu" or "cuda".
         one: Whether one suffices, of the smallest head dims.
     """
+    if device == "cpu" and not has_table(subject):
+        return ()
     shards = shards_of(subject) or shards_of(subject, float64=True)
     if one:
         shards = (min(shards, key=lambda x: max(x.head_dims)),)

@@ -19,7 +19,7 @@ from fa_verify.properties.execution.trial import (
     run_gradients,
     run_subject,
 )
-from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = ["WAYS", "one_way"]
@@ -41,8 +41,8 @@ def _without_gradients(trial: AttentionTrial) -> _Runs:
 def _second_backward(trial: AttentionTrial) -> _Runs:
     """Yield two backwards of one forward, each with the results of the forward after it."""
     with open_call(trial.subject, trial.problem, trial.inputs) as call:
-        for _ in range(2):
-            yield call.backward(retain_graph=True), G16.key
+        runs = [call.backward(retain_graph=True) for _ in range(2)]
+    yield from ((got, G16.key) for got in runs)
 
 
 def _some_gradients(trial: AttentionTrial) -> _Runs:
@@ -54,17 +54,26 @@ def _some_gradients(trial: AttentionTrial) -> _Runs:
     yield Outputs(None, None, *(found.get(name) for name in _GRADIENTS)), G16.key
 
 
+def _change(inputs: Inputs) -> list[bool]:
+    """Change the values of q, k, v and dout in place; return which ones could be changed.
+
+    Heads that share their memory cannot be written apart.
+    """
+    own = [0 not in x.stride() for x in inputs.tensors]
+    for x in itertools.compress(inputs.tensors, own):
+        x.mul_(-0.5)
+    return own
+
+
 def _changed_in_place(trial: AttentionTrial) -> _Runs:
     """Yield a call whose inputs held other values, at the same addresses, in the call before."""
     given = make(trial.problem)
-    # Heads that share their memory cannot be written apart.
-    own = [x for x in given.tensors if 0 not in x.stride()]
-    before = [x.clone() for x in own]
-    for x in own:
-        x.mul_(-0.5)
+    before = [x.clone() for x in given.tensors]
+    own = _change(given)
     run_subject(trial.subject, trial.problem, given)
-    for x, old in zip(own, before, strict=True):
-        x.copy_(old)
+    for x, old, is_changed in zip(given.tensors, before, own, strict=True):
+        if is_changed:
+            x.copy_(old)
     yield run_subject(trial.subject, trial.problem, given), G16.key
 
 
@@ -72,9 +81,7 @@ def _interleaved(trial: AttentionTrial) -> _Runs:
     """Yield the backward of a call, after forward and backward of another one."""
     subject, problem, inputs = trial.subject, trial.problem, trial.inputs
     other = make(problem)
-    for x in other.tensors:
-        if 0 not in x.stride():
-            x.mul_(-0.5)
+    _change(other)
     with open_call(subject, problem, inputs) as first:
         with open_call(subject, problem, other) as second:
             second.backward()

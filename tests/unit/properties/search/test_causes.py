@@ -522,6 +522,17 @@ def test_declarations_of_gradients_explain_no_wrong_out(monkeypatch):
         assert "p_dtype" in "".join(found)
 
 
+def the_order_of_the_call_before_is_the_cause(runner, fresh):
+    """Assert that wrong strides of k are traced to a call with others, which a process may run."""
+    store = Known()
+    problem = Problem(M=3, N=5, layouts=("bhsd", "transposed", "bhsd", "bhsd"))
+    found = runner.findings(problem, claims.layout)
+    Failure(runner, claims.layout, found, store, fresh).causes()
+    (cause,) = store.known()
+    assert [x.layouts[1] for x in cause.after] == ["bhsd"]
+    assert cause.depends_on == "earlier calls"
+
+
 def test_strides_that_fail_after_others_are_a_matter_of_the_call_before():
     """The kernel keeps the order of the first axes of k, which the check of strides changes."""
 
@@ -538,13 +549,8 @@ def test_strides_that_fail_after_others_are_a_matter_of_the_call_before():
         anew = kept_order()
         return [not anew.findings(call, accuracy) for call in calls]
 
-    runner, store = kept_order(), Known()
-    problem = Problem(M=3, N=5, layouts=("bhsd", "transposed", "bhsd", "bhsd"))
-    found = runner.findings(problem, claims.layout)
-    Failure(runner, claims.layout, found, store, fresh).causes()
-    (cause,) = store.known()
-    assert [x.layouts[1] for x in cause.after] == ["bhsd"]
-    assert cause.depends_on == "earlier calls"
+    runner = kept_order()
+    the_order_of_the_call_before_is_the_cause(runner, fresh)
 
 
 def test_strides_that_fail_after_an_earlier_call_of_the_run_are_a_matter_of_it():
@@ -564,15 +570,10 @@ def test_strides_that_fail_after_an_earlier_call_of_the_run_are_a_matter_of_it()
         anew = kept_order()
         return [not anew.findings(call, check) for call in calls]
 
-    runner, store = kept_order(), Known()
-    problem = Problem(M=3, N=5, layouts=("bhsd", "transposed", "bhsd", "bhsd"))
+    runner = kept_order()
     for N in range(1, 6):
         assert not runner.findings(Problem(N=N), accuracy)
-    found = runner.findings(problem, claims.layout)
-    Failure(runner, claims.layout, found, store, fresh).causes()
-    (cause,) = store.known()
-    assert [x.layouts[1] for x in cause.after] == ["bhsd"]
-    assert cause.depends_on == "earlier calls"
+    the_order_of_the_call_before_is_the_cause(runner, fresh)
 
 
 def test_a_check_of_many_calls_fails_by_the_chance_of_one():

@@ -13,7 +13,7 @@ import torch
 
 from fa_verify.oracles.problem import LAYOUTS
 
-__all__ = ["WITH_WHOLE_ROWS", "lay_out"]
+__all__ = ["WITH_WHOLE_ROWS", "lay_out", "strides_of"]
 
 # Layouts in which each row is contiguous and begins on 16 bytes, if it has whole 16 bytes.
 WITH_WHOLE_ROWS = ("bhsd", "bshd", "padded", "expanded", "packed")
@@ -55,6 +55,12 @@ def _form(layout: str, B: int, heads: int, rows: int, columns: int) -> _Form:
             strides = (heads * 4 * rows * columns, 4 * rows * columns, 4 * columns, 2)
             return _Form(strides, 0, 4 * elements)
     raise ValueError(f"layout is {layout!r}; needs one of {LAYOUTS}")
+
+
+def strides_of(layout: str, *sizes: int) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor (B, heads, rows, columns) in a layout."""
+    strides = _form(layout, *sizes).strides
+    return (strides[0], 0, *strides[2:]) if layout == "expanded" else strides
 
 
 def _one_head(values: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ FIELDS = {
 _SOFT = frozenset(("inputs", "dout", "sm_scale", "config", "lse family", "out family"))
 # The ways to hide keys.
 HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
-_OF_SIZES = re.compile(r" (above|up to|is \d+|is no multiple of \d+)$")
+_OF_SIZES = re.compile(r" (above|up to|is \d+|is (?:no|a) multiple of \d+|is no power of two)$")
 
 
 class Feature(NamedTuple):
@@ -66,7 +66,7 @@ def _implied(features: Iterable[Feature]) -> set[str]:
     """Return the names of features that a call with the given ones has anyway."""
     names = {x.name for x in features}
     found = {"hidden keys"} if names & {*HIDING} else set()
-    found |= {"right bound"} if "causal" in names else set()
+    found |= {"right bound"} if names & {"causal", "window right"} else set()
     for name in names:
         size, _, what = name.partition(" ")
         if size in ("M", "N") and what.startswith("is no multiple"):
@@ -121,19 +121,21 @@ def phrase(feature: Feature) -> str:
     if name in ("dtype", "config"):
         words = ", ".join(value if isinstance(value, tuple) else ())
         return f"inputs in {words}" if name == "dtype" else f"the configuration {words}"
+    if name in _PHRASES:
+        return _PHRASES[name]
     if name.endswith(" family"):
         return f"{name.split()[0]}={', '.join(value if isinstance(value, tuple) else ('?',))}"
     if name.endswith(" above"):
         return f"{name.removesuffix(' above')} > {value}"
     if name.endswith(" up to"):
         return f"{name.removesuffix(' up to')} <= {value}"
-    if " is no multiple " in name:
-        return name.replace(" is no ", " not a ")
+    if " is no multiple " in name or " is a multiple " in name:
+        return name.replace(" is no ", " not a ").replace(" is a ", " a ")
     if _OF_SIZES.search(name):
         return name.replace(" is ", " = ")
     if name.startswith("layout of "):
         return f"{name.split()[2]} not contiguous"
-    return _PHRASES.get(name, name)
+    return name
 
 
 _PHRASES = {
@@ -145,7 +147,10 @@ _PHRASES = {
     "predicate": "a mask with a predicate",
     "window left": "a window to the left",
     "right bound": "keys hidden to the right",
+    "window right": "a window to the right",
     "causal": "a causal mask",
     "D != Dv": "Dv other than D",
+    "k and v of other strides": "strides of v that differ from those of k",
+    "G is no power of two": "H / Hk not a power of two",
     "several problems": "several problems in a batch",
 }

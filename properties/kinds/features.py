@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,17 +12,23 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
+from fa_verify.properties.inputs.layouts import strides_of
 from fa_verify.properties.kinds.feature import FIELDS, Feature
 
-__all__ = ["features_of", "holds", "without"]
+__all__ = ["features_of", "holds", "resized", "size_of", "without"]
 
 _DEFAULT = Problem()
 # Sizes that kernels pad to, or that they take for granted. G is the number of query heads that
 # share a key head.
 _MULTIPLES: dict[str, tuple[int, ...]] = {
+    "seqlens_q": (16, 32, 64, 128), "seqlens_k": (16, 32, 64, 128),
     "M or N": (16, 32, 64, 128), "M": (16, 32, 64, 128), "N": (16, 32, 64, 128),
-    "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (), "H": (),
+    "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (), "Hk": (), "H": (),
+    "B * H": (),
 }  # fmt: skip
+# Whole tiles, for which kernels leave out the masks of ragged ones; the widest first, as its
+# problems have the others too.
+_WHOLE = {"M": (128, 64, 32, 16), "N": (128, 64, 32, 16)}
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25
 
@@ -32,19 +40,26 @@ def features_of(problem: Problem) -> list[Feature]:
     """
     names = [
         *("zero size", "empty rows", "grouped heads", "hidden keys", "padded keys", "padded rows"),
-        *("predicate", "window left", "right bound", "causal", "M > N", "M < N", "D != Dv"),
+        *("predicate", "window left", "right bound", "window right", "causal"),
+        *("M > N", "M < N", "D != Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
     found += [Feature(name, (str(getattr(problem, name)),)) for name in FIELDS]
     found += [Feature(f"layout of {name}") for name in TENSORS]
-    found += [Feature("several problems")]
+    found += [Feature("k and v of other strides"), Feature("several problems")]
+    found += [
+        Feature(f"{size} is a multiple of {x}") for size, tiles in _WHOLE.items() for x in tiles
+    ]
+    found += [Feature("B * H is no multiple of 8")]
     for size, multiples in _MULTIPLES.items():
         found += [Feature(f"{size} is no multiple of {x}") for x in multiples]
+        if size == "G":
+            found += [Feature("G is no power of two")]
         if size in ("M", "N", "D", "Dv"):
             found += [Feature(f"{size} is 1")]
-        if hasattr(problem, size):
-            found += [Feature(f"{size} above", getattr(problem, size) - 1)]
+        if size != "M or N":
+            found += [Feature(f"{size} above", size_of(problem, size) - 1)]
     return [x for x in found if holds(x, problem)]
 
 
@@ -59,15 +74,34 @@ def holds(feature: Feature, problem: Problem) -> bool:
         return bool(getattr(problem, name) != getattr(_DEFAULT, name))
     if name.startswith("layout of "):
         return problem.layouts[TENSORS.index(name.split()[2])] != LAYOUTS[0]
-    if " is no multiple of " in name:
-        size, _, multiple = name.partition(" is no multiple of ")
-        return any(getattr(problem, x) % int(multiple) for x in size.split(" or "))
-    size, _, kind = name.partition(" ")
-    number = getattr(problem, size)
+    if " multiple of " in name:
+        size, how, multiple = re.split(r" is (no|a) multiple of ", name)
+        numbers = [size_of(problem, x) for x in size.split(" or ")]
+        if size in ("seqlens_q", "seqlens_k"):
+            numbers = [*(getattr(problem.mask, size) or ())]
+        if how == "no":
+            return any(x % int(multiple) for x in numbers)
+        return all(x and x % int(multiple) == 0 for x in numbers)
+    size, kind = re.split(r" (?=above|up to|is )", name)
+    number = size_of(problem, size)
     if kind in ("above", "up to"):
         assert isinstance(value, int)
         return bool(number > value >= 1 if kind == "above" else number <= value)
     return bool(number == int(kind.split()[-1]))
+
+
+def size_of(problem: Problem, size: str) -> int:
+    """Return a size, the product of sizes such as "B * H", or the largest of some lengths."""
+    if size in ("seqlens_q", "seqlens_k"):
+        return max(getattr(problem.mask, size) or (0,), default=0)
+    return math.prod(getattr(problem, x) for x in size.split(" * "))
+
+
+def _strides(problem: Problem, place: int) -> tuple[int, ...]:
+    """Return the strides of k or v, but for those of sizes of 1."""
+    sizes = problem.B, problem.Hk, problem.N, problem.D if place == 1 else problem.Dv
+    strides = strides_of(problem.layouts[place], *sizes)
+    return tuple(x for x, size in zip(strides, sizes, strict=True) if size > 1)
 
 
 def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:
@@ -115,10 +149,13 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "predicate": lambda x: not x.mask.is_plain,
     "window left": lambda x: x.mask.window_left is not None,
     "right bound": lambda x: x.mask.right is not None,
+    "window right": lambda x: bool(x.mask.right),
     "causal": lambda x: x.mask.causal,
     "M > N": lambda x: x.M > x.N,
     "M < N": lambda x: x.M < x.N,
     "D != Dv": lambda x: x.D != x.Dv,
+    "k and v of other strides": lambda x: _strides(x, 1) != _strides(x, 2),
+    "G is no power of two": lambda x: x.G.bit_count() > 1,
     "several problems": lambda x: bool(x.seeds),
 }
 
@@ -152,6 +189,8 @@ def _changes(
     elif name == "right bound":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=None)}
         yield from _hiding_otherwise(name, problem)
+    elif name == "window right":
+        yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
     elif name == "causal":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
     elif name in ("M > N", "M < N"):
@@ -168,6 +207,13 @@ def _changes(
         place = TENSORS.index(name.split()[2])
         layouts = problem.layouts
         yield {"layouts": (*layouts[:place], LAYOUTS[0], *layouts[place + 1 :])}
+    elif name == "k and v of other strides":
+        q, k, v, dout = problem.layouts
+        for both in dict.fromkeys((k, v, LAYOUTS[0])):
+            yield {"layouts": (q, both, both, dout), "Dv": problem.D}
+    elif name == "G is no power of two":
+        lower = 1 << problem.G.bit_length() - 1
+        yield from ({"H": x * problem.Hk} for x in (2 * lower, lower))
     elif name == "several problems":
         yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
     else:
@@ -186,37 +232,70 @@ def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
 
 
 def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
-    """Yield changes of a size, with its padding dropped where the lengths do not fit."""
-    size, _, kind = feature.name.partition(" is no multiple of ")
-    if kind:
-        names = size.split(" or ")
-        sizes = {x: -(-getattr(problem, x) // int(kind)) * int(kind) for x in names}
-        wanted = [sizes]
-        if min(sizes.values()) > int(kind):  # the next larger one may be too large for a kernel
-            wanted.append({x: number - int(kind) for x, number in sizes.items()})
+    """Yield changes of a size that may remove a feature of it."""
+    name, value = feature
+    if " multiple of " in name:
+        size, how, words = re.split(r" is (no|a) multiple of ", name)
+        step, names = int(words), size.split(" or ")
+        if size == "B * H":
+            wanted = [{"B": step}, {size: size_of(problem, size) // step * step + step}]
+        elif how == "a":
+            number = size_of(problem, size)
+            near = (number - 1, number + 1, number - step // 2, number + step // 2)
+            wanted = [{size: x} for x in near if x > 0]
+        else:
+            wanted = [{x: -(-size_of(problem, x) // step) * step for x in names}]
+            if min(wanted[0].values()) > step:  # the next larger one may be too large for a kernel
+                wanted.append({x: number - step for x, number in wanted[0].items()})
     else:
-        size, _, kind = feature.name.partition(" ")
-        assert isinstance(feature.value, int | None)
-        number = feature.value if kind == "above" else (feature.value or getattr(problem, size)) + 1
+        size, kind = re.split(r" (?=above|up to|is )", name)
+        assert isinstance(value, int | None)
+        number = value if kind == "above" else (value or size_of(problem, size)) + 1
         assert number is not None
         wanted = [{size: number}]
-        if size in ("D", "Dv") and kind == "above":
+        if kind == "above" and number > 1:  # a whole tile may lack another feature
+            wanted.append({size: number - 1})
+        if kind == "above" and size in ("D", "Dv"):
             # A kernel may declare its head dims.
             wanted += [{size: x} for x in range(number - number % 8, 0, -8) if x < number]
-    if size == "B":
-        count = wanted[0]["B"]
-        yield {"B": count, "mask": problem.mask.sliced(tuple(range(count)))}
-        yield {"B": count, "mask": problem.mask.sliced(tuple(range(problem.B))[-count:])}
-    elif size == "H":
-        heads = wanted[0]["H"]
-        yield from ({"H": heads, "Hk": x} for x in (heads, problem.Hk, 1) if heads % x == 0)
-    elif size == "G":
-        yield {"H": problem.Hk * wanted[0]["G"]}
-    else:
+    for sizes in wanted:
+        yield from resized(problem, sizes)
+    if size.split(" or ")[0] in ("M", "N", "D", "Dv"):
         pair = ("D", "Dv") if size[0] == "D" else ("M", "N")
-        for change in (*wanted, *(dict.fromkeys(pair, max(x.values())) for x in wanted)):
-            yield change
-            yield {**change, "mask": _unpadded(problem.mask)}
+        for sizes in wanted:
+            yield from resized(problem, dict.fromkeys(pair, max(sizes.values())))
+
+
+def resized(problem: Problem, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield changes that give a problem other sizes, all but one of them lengths or head dims."""
+    size, number = next(iter(sizes.items()))
+    mask, B = problem.mask, problem.B
+    if size == "B":
+        if number <= B or (mask.uniform and B):
+            yield {"B": number, "mask": mask.sliced(tuple(i % B for i in range(number)))}
+            yield {"B": number, "mask": mask.sliced(tuple(i % B for i in range(-number, 0)))}
+    elif size == "H":
+        yield from ({"H": number, "Hk": x} for x in (number, problem.Hk, 1) if number % x == 0)
+    elif size == "G":
+        yield {"H": problem.Hk * number}
+    elif size == "Hk":
+        yield {"Hk": number}
+        yield {"H": number * problem.G, "Hk": number}
+    elif size == "B * H":
+        entries, heads = number // problem.H, number // max(B, 1)
+        if entries:
+            yield from resized(problem, {"B": entries})
+        yield from ({"H": heads, "Hk": x} for x in (heads // problem.G, heads, 1) if x)
+    elif size in ("seqlens_q", "seqlens_k") and getattr(mask, size) is not None:
+        name = "M" if size == "seqlens_q" else "N"
+        longest = size_of(problem, size)
+        lengths = tuple(number if x == longest else min(x, number) for x in getattr(mask, size))
+        longer = max(number, getattr(problem, name))
+        yield {name: longer, "mask": _changed(mask, size, lengths)}
+        yield {name: longer, "mask": _changed(mask, size, (number,) * B)}
+    elif all(hasattr(problem, x) for x in sizes):
+        yield {**sizes}
+        yield {**sizes, "mask": _unpadded(mask)}
 
 
 def _plain(mask: Mask) -> Mask:

@@ -9,6 +9,7 @@ tried, where the time was too short.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from fa_verify.properties.checks.claims import (
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.replay_line import COMMAND, replay_line
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
+from fa_verify.properties.kinds.features import resized, size_of
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.causes import (
     RootCause,
@@ -53,6 +55,8 @@ _RUNS, _MORE_RUNS = 3, 9
 _GROWN = 39
 # Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
 _WIDER = 4
+# Sizes whose thresholds and multiples larger problems may refute.
+_SHARPENED = ("M", "N", "D", "Dv", "B", "G", "Hk", "B * H", "seqlens_q", "seqlens_k")
 # Other seeds that all fail if sizes are to be named.
 _SEEDS = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
@@ -367,27 +371,21 @@ class Failure:
         """Return the cause of a minimised problem, with all features that it needs."""
         smallest, kind = outcome.findings[0].problem, outcome.kind
         needed: list[Feature] = []
-        passing: list[tuple[bool, Call]] = []
-        untried: list[str] = []
         try:
             steady = self._steady(smallest, kind)
         except _OutOfTimeError:
             steady = smallest
         # A feature is tried on a problem that fails whatever its values are, if there is one.
         tried = steady or smallest
-        for feature in self.kind.features(tried):
-            if feature.name == "dtype" or not self.kind.holds(feature, smallest):
-                continue
-            if steady is None and is_of_size(feature):
-                continue
-            try:
-                beside = self._needs(feature, tried, kind, needed)
-                if beside is not None:
-                    needed += self._sharpened(feature, tried, beside, kind, needed)
-                    near = (x for x in self._without(feature, smallest) if self._passes(x))
-                    passing += [(is_soft(feature), x) for x in islice(near, 1)]
-            except _OutOfTimeError:
-                untried.append(feature.name)
+        passing, untried = self._try_features(tried, smallest, steady, kind, needed)
+        kept = self._unrefuted(needed, tried, kind)
+        if kept != needed:
+            # A feature may be needed with those that are, though not with a refuted one.
+            needed = kept
+            more, untried = self._try_features(tried, smallest, steady, kind, needed)
+            passing += more
+            needed = self._unrefuted(needed, tried, kind)
+        needed = _told_apart(needed)
         # There are more ways to lack a feature of masks that others imply.
         sharp = sharpest(needed)
         needed = [x for x in needed if x in sharp or x.name in ("hidden keys", "right bound")]
@@ -418,6 +416,30 @@ class Failure:
             outcome, features=tuple(needed), dtypes=dtypes, all_dtypes=not passes, passing=nearest,
             declarations=offered, untried=tuple(untried),
         )  # fmt: skip
+
+    def _try_features(
+        self, tried: Call, smallest: Call, steady: Call | None, kind: str, needed: list[Feature]
+    ) -> tuple[list[tuple[bool, Call]], list[str]]:
+        """Add to the needed features; return passing problems and the names of those not tried.
+
+        Each passing problem stands with whether the feature that it lacks is a soft one.
+        """
+        passing, untried = [], []
+        for feature in self.kind.features(tried):
+            known = any(feature.is_of(x) for x in needed)
+            if known or feature.name == "dtype" or not self.kind.holds(feature, smallest):
+                continue
+            if steady is None and is_of_size(feature):
+                continue
+            try:
+                beside = self._needs(feature, tried, kind, needed)
+                if beside is not None:
+                    needed += self._sharpened(feature, tried, beside, kind, needed)
+                    near = (x for x in self._without(feature, smallest) if self._passes(x))
+                    passing += [(is_soft(feature), x) for x in islice(near, 1)]
+            except _OutOfTimeError:
+                untried.append(feature.name)
+        return passing, untried
 
     def _cause(self, outcome: _Outcome, **fields: Any) -> RootCause:
         """Return a cause with the first of some findings, and other fields."""
@@ -499,6 +521,40 @@ class Failure:
                 explained = explained or beside
         return problem if alone else explained
 
+    def _unrefuted(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
+        """Return the needed features without those that a failing problem with the others lacks.
+
+        The first features are tried before the later ones are known, which the problems without the
+        first ones may lack. Here they are given the later ones.
+        """
+        for feature in needed:
+            others = [x for x in needed if x != feature]
+            for beside in self._without(feature, problem):
+                try:
+                    whole = self._completed(beside, others)
+                    if self.kind.holds(feature, whole) or whole == beside:
+                        continue
+                    if self._fails_alike(whole, kind, others):
+                        return self._unrefuted(others, problem, kind)
+                except _OutOfTimeError:
+                    return needed
+        return needed
+
+    def _completed(self, problem: Call, features: list[Feature]) -> Call:
+        """Return a problem with larger sizes, so that it has features of sizes that it lacks."""
+        for feature in features:
+            if self.kind.holds(feature, problem) or not isinstance(problem, Problem):
+                continue
+            size, _, what = feature.name.partition(" is a multiple of ")
+            if what:
+                number = -(-size_of(problem, size) // int(what)) * int(what)
+            elif feature.name.endswith(" above") and isinstance(feature.value, int):
+                size, number = feature.name.removesuffix(" above"), feature.value + 1
+            else:
+                continue
+            problem = next(variants(problem, resized(problem, {size: number})), problem)
+        return problem
+
     def _steady(self, problem: Call, kind: str) -> Call | None:
         """Return a failing problem, or a wider one, that fails whatever its values are.
 
@@ -511,7 +567,10 @@ class Failure:
             except ValueError:  # calls of this kind have no other seed
                 return problem
             if all(self._fails_alike(x, kind, []) for x in seeds):
-                return problem if wide == problem else self._with_fewest_keys(wide, kind)
+                if wide != problem:
+                    for size in ("N", "M"):
+                        wide = self._with_fewest(size, wide, kind)
+                return wide
         return None
 
     def _wider(self, problem: Call) -> Iterator[Call]:
@@ -522,12 +581,12 @@ class Failure:
         rows, heads = {"M": M + _GROWN}, {"H": 4 * H, "Hk": 4 * Hk}
         yield from variants(problem, ({**rows, **heads}, rows, heads))
 
-    def _with_fewest_keys(self, wide: Call, kind: str) -> Call:
-        """Return a failing problem with the fewest keys with which it fails."""
-        low, high = 0, getattr(wide.attention, "N", 0)
+    def _with_fewest(self, size: str, wide: Call, kind: str) -> Call:
+        """Return a failing problem with the fewest rows or keys with which it fails."""
+        low, high = 0, getattr(wide.attention, size, 0)
         while high - low > 1:
             middle = (low + high) // 2
-            fewer = next(variants(wide, [{"N": middle}]), None)
+            fewer = next(variants(wide, [{size: middle}]), None)
             if fewer is not None and self._fails_alike(fewer, kind, []):
                 wide, high = fewer, middle
             else:
@@ -545,7 +604,13 @@ class Failure:
                 {"M": M, "seed": problem.seed + 4},
                 {"N": N, "seed": problem.seed + 5},
                 {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": problem.seed + 6},
+                *islice(resized(problem, {"B": 2 * attention.B}), 1),
             ]
+            for place in (1, 2):  # other strides of k and of v
+                if problem.layouts[place] == LAYOUTS[0]:
+                    layouts = [*problem.layouts]
+                    layouts[place] = "padded"
+                    changes.append({"layouts": tuple(layouts)})
             if {*problem.layouts} != {LAYOUTS[0]}:
                 for other in ("strided", "transposed"):
                     layouts = tuple(x if x == LAYOUTS[0] else other for x in problem.layouts)
@@ -569,7 +634,7 @@ class Failure:
         A threshold says that all larger sizes fail, and a multiple that all others do. Where they
         do not, the failing sizes are those up to a second threshold.
         """
-        size, _, what = feature.name.partition(" ")
+        size, what = (*re.split(r" (?=above|up to|is |or )", feature.name, maxsplit=1), "")[:2]
         attention = problem.attention
         if attention is not None and what.startswith("or N is no multiple"):
             # All other lengths fail, longer ones too.
@@ -580,26 +645,31 @@ class Failure:
                     return []
             return [feature]
         sized = what == "above" or what.startswith("is no multiple of")
-        if attention is None or not sized or size not in ("M", "N", "D", "Dv", "B", "G"):
+        if attention is None or not sized or size not in _SHARPENED:
             return [feature]
-        number = getattr(attention, size)
-        lower = getattr(below.attention, size)
+        number, lower = (size_of(x, size) for x in (attention, below.attention))
+        if lower == number - 2:  # the size between lacks another needed feature
+            lower += 1
 
         def fails(larger: int) -> bool | None:
             fields = {"H": attention.Hk * larger} if size == "G" else {size: larger}
-            other = next(variants(problem, [fields]), None)
-            if other is None or not all(self.kind.holds(x, other) for x in needed):
-                return None
-            judged = self._tried_in_time(other).judged
-            return self._fails_alike(other, kind, []) if judged else None
+            own = resized(attention, {size: larger}) if isinstance(problem, Problem) else [fields]
+            for other in variants(problem, own):
+                if all(self.kind.holds(x, other) for x in (feature, *needed)) and (
+                    self._tried_in_time(other).judged
+                ):
+                    return self._fails_alike(other, kind, [])
+            return None
 
         if what != "above":
             multiple = int(what.split()[-1])
-            others = [number + 1, *(number + x * multiple for x in (-1, 1, 3))]
+            others = [number + 1, number + multiple, number + 3 * multiple]
             if size in ("D", "Dv"):
-                others += [8, 24, 40, 72, 80, 96]  # head dims that kernels declare
-            same = (x for x in others if x > 0 and x != number and x % multiple)
+                others += [40, 72, 80, 96]  # head dims that kernels declare
+            same = [x for x in others if x > number and x % multiple]
             ends = [how for x in same if (how := fails(x)) is not None]
+            if not ends and size in ("D", "Dv"):
+                ends = [how for x in (8, 24, 40, 72) if x % multiple and (how := fails(x))]
             if False in ends or (size in ("D", "Dv") and not ends):
                 return []
             return [feature]
@@ -768,6 +838,20 @@ class Beyond(Runner):
         if found and Failure(self._runner, claim, found, self.store).is_explained(self._causes):
             return []
         return found
+
+
+def _told_apart(features: list[Feature]) -> list[Feature]:
+    """Return features in which a length that is no multiple is the one that may be none."""
+    found = []
+    for feature in features:
+        name, whole = feature.name, {x.name for x in features}
+        if name.startswith("M or N is no"):
+            tile = name.split()[-1]
+            for size, other in (("M", "N"), ("N", "M")):
+                if f"{other} is a multiple of {tile}" in whole:
+                    name = f"{size} is no multiple of {tile}"
+        found.append(feature._replace(name=name))
+    return found
 
 
 def _guarantee_of_check(claim: Check) -> str:

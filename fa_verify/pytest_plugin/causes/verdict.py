@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, guarantee_of
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.kinds.feature import Feature, is_soft, phrase, sharpest
+from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft, phrase, sharpest
 from fa_verify.properties.search.causes import RootCause, described, difference
 from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
 
@@ -68,6 +68,7 @@ _ABOUT = {
     "predicate": "Masks with a predicate",
     "window left": "Windows to the left",
     "right bound": "Masks bounded to the right",
+    "window right": "Windows to the right",
     "causal": "Causal masks",
     "M > N": "Problems of M > N",
     "M < N": "Problems of M < N",
@@ -351,7 +352,8 @@ def behaves_as(cause: RootCause) -> Iterator[str]:
 def if_intended(cause: RootCause) -> str:
     """Return the declarations with which the failing problems pass or are not asked.
 
-    A declaration that excludes the problems is offered for what it alone excludes.
+    A declaration that excludes the problems is offered for what it alone excludes. A kernel that
+    computes them up to some size is not one without support for them.
     """
     if cause.depends_on:
         return ""
@@ -359,6 +361,7 @@ def if_intended(cause: RootCause) -> str:
         apart = ", which nothing that was tried tells apart" * (len(cause.declarations) > 1)
         return " or ".join(cause.declarations) + apart
     hard = [x for x in cause.features if not is_soft(x)]
-    if cause.kind == "slight" or len(hard) != 1 or cause.check:
+    sized = any(is_of_size(x) and (x.value or 2) != 1 for x in cause.features)
+    if cause.kind == "slight" or len(hard) != 1 or cause.check or sized:
         return ""
     return _EXCLUDING.get(hard[0].name, "")

@@ -67,12 +67,16 @@ def _implied(features: Iterable[Feature]) -> set[str]:
     names = {x.name for x in features}
     found = {"hidden keys"} if names & {*HIDING} else set()
     found |= {"right bound"} if names & {"causal", "window right"} else set()
+    found |= {"empty rows"} if "padded rows" in names else set()
+    found |= {"D != Dv"} if names & {"D > Dv", "D < Dv"} else set()
     for name in names:
         size, _, what = name.partition(" ")
         if size in ("M", "N") and what.startswith("is no multiple"):
             found.add(f"M or N {what}")
-        if size == "G" and what != "up to":
+        if size == "G" and what != "up to" and not what.startswith("is no multiple"):
             found.add("grouped heads")
+        if name == "H is no multiple of 2":
+            found.add("G is no multiple of 2")
     return found
 
 
@@ -129,6 +133,8 @@ def phrase(feature: Feature) -> str:
         return f"{name.removesuffix(' above')} > {value}"
     if name.endswith(" up to"):
         return f"{name.removesuffix(' up to')} <= {value}"
+    if name.endswith(" is no multiple of 2"):
+        return f"{'H / Hk' if name[0] == 'G' else name.split()[0]} odd"
     if " is no multiple " in name or " is a multiple " in name:
         return name.replace(" is no ", " not a ").replace(" is a ", " a ")
     if _OF_SIZES.search(name):
@@ -140,6 +146,7 @@ def phrase(feature: Feature) -> str:
 
 _PHRASES = {
     "zero size": "a size of 0",
+    "empty sequences": "a sequence of length 0",
     "empty rows": "rows that see no key",
     "hidden keys": "a mask that hides keys",
     "padded keys": "padded keys",
@@ -149,7 +156,10 @@ _PHRASES = {
     "right bound": "keys hidden to the right",
     "window right": "a window to the right",
     "causal": "a causal mask",
+    "not causal": "no causal mask",
     "D != Dv": "Dv other than D",
+    "D > Dv": "Dv < D",
+    "D < Dv": "Dv > D",
     "k and v of other strides": "strides of v that differ from those of k",
     "G is no power of two": "H / Hk not a power of two",
     "several problems": "several problems in a batch",

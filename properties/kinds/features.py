@@ -23,8 +23,8 @@ _DEFAULT = Problem()
 _MULTIPLES: dict[str, tuple[int, ...]] = {
     "seqlens_q": (16, 32, 64, 128), "seqlens_k": (16, 32, 64, 128),
     "M or N": (16, 32, 64, 128), "M": (16, 32, 64, 128), "N": (16, 32, 64, 128),
-    "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (), "Hk": (), "H": (),
-    "B * H": (),
+    "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (2,), "Hk": (), "H": (2,),
+    "B * H": (), "M * G": (),
 }  # fmt: skip
 # Whole tiles, for which kernels leave out the masks of ragged ones; the widest first, as its
 # problems have the others too.
@@ -39,9 +39,10 @@ def features_of(problem: Problem) -> list[Feature]:
     Where two features vanish together, a failure is attributed to the first of them.
     """
     names = [
-        *("zero size", "empty rows", "grouped heads", "hidden keys", "padded keys", "padded rows"),
+        *("zero size", "empty sequences", "padded rows", "empty rows", "grouped heads"),
+        *("hidden keys", "padded keys"),
         *("predicate", "window left", "right bound", "window right", "causal"),
-        *("M > N", "M < N", "D != Dv"),
+        *("M is 1", "M > N", "M < N", "D != Dv", "D > Dv", "D < Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
@@ -56,10 +57,11 @@ def features_of(problem: Problem) -> list[Feature]:
         found += [Feature(f"{size} is no multiple of {x}") for x in multiples]
         if size == "G":
             found += [Feature("G is no power of two")]
-        if size in ("M", "N", "D", "Dv"):
+        if size in ("N", "D", "Dv"):
             found += [Feature(f"{size} is 1")]
         if size != "M or N":
             found += [Feature(f"{size} above", size_of(problem, size) - 1)]
+    found += [Feature("not causal")]
     return [x for x in found if holds(x, problem)]
 
 
@@ -133,6 +135,10 @@ def _has_empty_rows(problem: Problem) -> bool:
     return not bool(seen.any(3).all())
 
 
+def _has_empty_sequences(problem: Problem) -> bool:
+    return 0 in (*(problem.mask.seqlens_q or ()), *(problem.mask.seqlens_k or ()))
+
+
 def _hides_keys(problem: Problem) -> bool:
     """Return whether a row sees some keys, but not all."""
     seen = _seen(problem)
@@ -141,6 +147,7 @@ def _hides_keys(problem: Problem) -> bool:
 
 _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "zero size": lambda x: 0 in (x.B, x.M, x.N),
+    "empty sequences": _has_empty_sequences,
     "empty rows": _has_empty_rows,
     "grouped heads": lambda x: x.G > 1,
     "hidden keys": _hides_keys,
@@ -151,9 +158,13 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "right bound": lambda x: x.mask.right is not None,
     "window right": lambda x: bool(x.mask.right),
     "causal": lambda x: x.mask.causal,
+    "not causal": lambda x: x.mask.right is None,
+    "M is 1": lambda x: x.M == 1,
     "M > N": lambda x: x.M > x.N,
     "M < N": lambda x: x.M < x.N,
     "D != Dv": lambda x: x.D != x.Dv,
+    "D > Dv": lambda x: x.D > x.Dv,
+    "D < Dv": lambda x: x.D < x.Dv,
     "k and v of other strides": lambda x: _strides(x, 1) != _strides(x, 2),
     "G is no power of two": lambda x: x.G.bit_count() > 1,
     "several problems": lambda x: bool(x.seeds),
@@ -169,6 +180,17 @@ def _changes(
     if name == "zero size":
         yield {size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}
         yield {**{size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}, "mask": Mask()}
+    elif name == "empty sequences":
+        more: dict[str, Any]
+        longer: dict[str, Any] = {
+            x: tuple(length or 1 for length in lengths)
+            for x in ("seqlens_q", "seqlens_k") if (lengths := getattr(mask, x)) is not None
+        }  # fmt: skip
+        sizes = {"M": max(M, 1), "N": max(N, 1)}
+        more = {x: tuple(length + 1 for length in getattr(mask, x)) for x in longer}
+        yield {"M": M + 1, "N": N + 1, "mask": dataclasses.replace(mask, **more)}
+        yield {**sizes, "mask": dataclasses.replace(mask, **longer)}
+        yield {**sizes, "mask": _unpadded(mask)}
     elif name == "empty rows":
         yield from _without_empty_rows(problem)
     elif name == "hidden keys":
@@ -181,6 +203,8 @@ def _changes(
         yield {"mask": _changed(mask, field, None)}
         if name == "padded keys":
             yield from _hiding_otherwise(name, problem)
+        else:  # rows that see no key otherwise
+            yield {"M": N + 1, "mask": Mask(causal=True, seqlens_k=mask.seqlens_k)}
     elif name == "predicate":
         yield {"mask": _plain(mask)}
     elif name == "window left":
@@ -189,16 +213,19 @@ def _changes(
     elif name == "right bound":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=None)}
         yield from _hiding_otherwise(name, problem)
-    elif name == "window right":
+    elif name == "window right" or name == "causal":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
-    elif name == "causal":
-        yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
+    elif name == "not causal":
+        for sizes in ({}, {"M": max(M, N), "N": max(M, N)}):
+            yield {**sizes, "mask": dataclasses.replace(mask, causal=True)}
     elif name in ("M > N", "M < N"):
         yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
         for size in (max(M, N), min(M, N)):
             yield {"M": size, "N": size, "mask": _unpadded(mask)}
     elif name == "D != Dv":
         yield from ({"D": size, "Dv": size} for size in (problem.D, problem.Dv))
+    elif name in ("D > Dv", "D < Dv"):
+        yield from ({"Dv": problem.D}, {"D": problem.Dv, "Dv": problem.D})
     elif name in ("dtype", "config"):
         yield from ({name: other} for other in (DTYPES if name == "dtype" else configs))
     elif name in FIELDS:
@@ -237,7 +264,9 @@ def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     if " multiple of " in name:
         size, how, words = re.split(r" is (no|a) multiple of ", name)
         step, names = int(words), size.split(" or ")
-        if size == "B * H":
+        if size == "G":
+            wanted = [{size: x} for x in (2 * problem.G, problem.G + 1, problem.G - 1) if x]
+        elif size == "B * H":
             wanted = [{"B": step}, {size: size_of(problem, size) // step * step + step}]
         elif how == "a":
             number = size_of(problem, size)
@@ -250,8 +279,8 @@ def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     else:
         size, kind = re.split(r" (?=above|up to|is )", name)
         assert isinstance(value, int | None)
-        number = value if kind == "above" else (value or size_of(problem, size)) + 1
-        assert number is not None
+        above = (value or size_of(problem, size)) + 1
+        number = value if kind == "above" and value is not None else above
         wanted = [{size: number}]
         if kind == "above" and number > 1:  # a whole tile may lack another feature
             wanted.append({size: number - 1})
@@ -286,6 +315,12 @@ def resized(problem: Problem, sizes: dict[str, int]) -> Iterator[dict[str, Any]]
         if entries:
             yield from resized(problem, {"B": entries})
         yield from ({"H": heads, "Hk": x} for x in (heads // problem.G, heads, 1) if x)
+        if B and number:
+            yield {"B": 1, "H": number, "Hk": number, "mask": mask.sliced((0,))}
+    elif size == "M * G":
+        if number >= problem.G:
+            yield {"M": number // problem.G}
+        yield {"H": problem.Hk * max(1, number // max(problem.M, 1))}
     elif size in ("seqlens_q", "seqlens_k") and getattr(mask, size) is not None:
         name = "M" if size == "seqlens_q" else "N"
         longest = size_of(problem, size)

@@ -12,12 +12,14 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from fa_verify.oracles.call import Call, changed, variants
 from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, guarantee_of
+from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.checks.claims import (
     CLAIMS,
@@ -56,7 +58,7 @@ _GROWN = 39
 # Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
 _WIDER = 4
 # Sizes whose thresholds and multiples larger problems may refute.
-_SHARPENED = ("M", "N", "D", "Dv", "B", "G", "Hk", "B * H", "seqlens_q", "seqlens_k")
+_SHARPENED = ("M", "N", "D", "Dv", "B", "G", "Hk", "B * H", "M * G", "seqlens_q", "seqlens_k")
 # Other seeds that all fail if sizes are to be named.
 _SEEDS = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
@@ -385,6 +387,8 @@ class Failure:
             more, untried = self._try_features(tried, smallest, steady, kind, needed)
             passing += more
             needed = self._unrefuted(needed, tried, kind)
+        with suppress(_OutOfTimeError):
+            needed += self._separating(needed, tried, kind) if steady is not None else []
         needed = _told_apart(needed)
         # There are more ways to lack a feature of masks that others imply.
         sharp = sharpest(needed)
@@ -504,14 +508,16 @@ class Failure:
         explained = None
         # A kernel may support one way alone to hide keys.
         alone = feature.name in HIDING and Feature("hidden keys") in needed
-        for beside in self._without(feature, problem):
-            if not all(self.kind.holds(x, beside) for x in needed):
+        for near in self._without(feature, problem):
+            beside = self._completed(near, needed)
+            if self.kind.holds(feature, beside) or not self._has(beside, needed):
                 continue
             outcome = self._tried_in_time(beside)
             alone = alone and not outcome.judged
             if outcome.passes or (outcome.findings and vanished(kind, outcome.kind)):
+                others = islice(self._without(feature, problem), _NEAREST)
                 refuting = (
-                    x for x in self._alike(beside)
+                    x for x in chain(self._alike(beside), others)
                     if not self.kind.holds(feature, x) and self._fails_alike(x, kind, needed)
                 )  # fmt: skip
                 return None if next(refuting, None) is not None else beside
@@ -520,6 +526,9 @@ class Failure:
                     return None
                 explained = explained or beside
         return problem if alone else explained
+
+    def _has(self, problem: Call, features: Iterable[Feature]) -> bool:
+        return all(self.kind.holds(x, problem) for x in features)
 
     def _unrefuted(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
         """Return the needed features without those that a failing problem with the others lacks.
@@ -539,6 +548,41 @@ class Failure:
                 except _OutOfTimeError:
                     return needed
         return needed
+
+    def _separating(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
+        """Return a feature that tells failing problems from passing ones with the needed features.
+
+        Of all problems that ran, passing ones may have what every failing one has, so that there is
+        a feature which no change of one field shows.
+        """
+        ran = [(x, y) for x, y in self._seen.items() if self._has(x, needed)]
+        passing = [x for x, y in ran if y.passes]
+        failing = [x for x, y in ran if y.findings and not vanished(kind, y.kind)]
+        if not passing:
+            return []
+        # A product of sizes says less than one of them.
+        features = self.kind.features(problem)
+        for feature in sorted(features, key=lambda x: (is_of_size(x), " * " not in x.name)):
+            if feature.name == "dtype" or feature in needed:
+                continue
+            if not feature.name.endswith(" above"):
+                apart = all(self.kind.holds(feature, x) for x in failing)
+                apart = apart and not any(self.kind.holds(feature, x) for x in passing)
+                if apart and self._needs(feature, problem, kind, needed) is not None:
+                    return [feature]
+                continue
+            size = feature.name.removesuffix(" above")
+            right, wrong = (
+                {x: size_of(x, size) for x in calls if isinstance(x, Problem)}
+                for calls in (passing, failing)
+            )
+            if not (right and wrong and 0 < max(right.values()) < min(wrong.values())):
+                continue
+            least, below = min(wrong, key=wrong.__getitem__), max(right, key=right.__getitem__)
+            feature = Feature(feature.name, wrong[least] - 1)
+            if self._needs(feature, least, kind, needed) is not None:
+                return self._sharpened(feature, least, below, kind, needed)
+        return []
 
     def _completed(self, problem: Call, features: list[Feature]) -> Call:
         """Return a problem with larger sizes, so that it has features of sizes that it lacks."""
@@ -604,13 +648,20 @@ class Failure:
                 {"M": M, "seed": problem.seed + 4},
                 {"N": N, "seed": problem.seed + 5},
                 {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": problem.seed + 6},
+                *([{"H": 3 * attention.H}] if attention.G > 1 else []),
                 *islice(resized(problem, {"B": 2 * attention.B}), 1),
+                {"M": M, "N": N, "mask": _longer(attention, M, N), "seed": problem.seed + 7},
             ]
             for place in (1, 2):  # other strides of k and of v
                 if problem.layouts[place] == LAYOUTS[0]:
-                    layouts = [*problem.layouts]
-                    layouts[place] = "padded"
-                    changes.append({"layouts": tuple(layouts)})
+                    before, after = problem.layouts[:place], problem.layouts[place + 1 :]
+                    changes.append({"layouts": (*before, "padded", *after)})
+            mask = attention.mask
+            half = {
+                x: side // 2 for x in ("window_left", "window_right")
+                if (side := getattr(mask, x)) and not (mask.causal and x == "window_right")
+            }  # fmt: skip
+            changes += [{"mask": dataclasses.replace(mask, **half)}] if half else []
             if {*problem.layouts} != {LAYOUTS[0]}:
                 for other in ("strided", "transposed"):
                     layouts = tuple(x if x == LAYOUTS[0] else other for x in problem.layouts)
@@ -619,7 +670,7 @@ class Failure:
 
     def _fails_alike(self, problem: Call, kind: str, needed: list[Feature]) -> bool:
         """Return whether a problem with the needed features fails as one of a kind does."""
-        if not all(self.kind.holds(x, problem) for x in needed):
+        if not self._has(problem, needed):
             return False
         outcome = self._tried_in_time(problem)
         if not outcome.findings or vanished(kind, outcome.kind):
@@ -647,17 +698,16 @@ class Failure:
         sized = what == "above" or what.startswith("is no multiple of")
         if attention is None or not sized or size not in _SHARPENED:
             return [feature]
-        number, lower = (size_of(x, size) for x in (attention, below.attention))
+        number, lower = (size_of(x.attention or attention, size) for x in (problem, below))
         if lower == number - 2:  # the size between lacks another needed feature
             lower += 1
 
-        def fails(larger: int) -> bool | None:
-            fields = {"H": attention.Hk * larger} if size == "G" else {size: larger}
-            own = resized(attention, {size: larger}) if isinstance(problem, Problem) else [fields]
+        def fails(resize: int, features: Sequence[Feature] = (feature, *needed)) -> bool | None:
+            fields = {"H": attention.Hk * resize} if size == "G" else {size: resize}
+            own = resized(attention, {size: resize}) if isinstance(problem, Problem) else [fields]
             for other in variants(problem, own):
-                if all(self.kind.holds(x, other) for x in (feature, *needed)) and (
-                    self._tried_in_time(other).judged
-                ):
+                exact = size_of(other.attention or attention, size) == resize
+                if exact and self._has(other, features) and self._tried_in_time(other).judged:
                     return self._fails_alike(other, kind, [])
             return None
 
@@ -673,6 +723,11 @@ class Failure:
             if False in ends or (size in ("D", "Dv") and not ends):
                 return []
             return [feature]
+        # A problem below may be far below.
+        assert isinstance(feature.value, int)
+        least = feature.value + 1
+        while least - lower > 1 and (how := fails((lower + least) // 2, needed)) is not None:
+            lower, least = (lower, (lower + least) // 2) if how else ((lower + least) // 2, least)
         above = [number + 1, 2 * number, 2 * number + 1, 4 * number + 1]
         if size in ("D", "Dv"):
             above = [number + 1, number + 16, 128, 256]
@@ -682,6 +737,8 @@ class Failure:
         if all(failing.values()):
             return [Feature(f"{size} above", lower)]
         low = max((x for x, how in failing.items() if how), default=number)
+        if any(x < low and not how for x, how in failing.items()):
+            return []  # neither all larger ones nor those up to a second threshold fail
         high = min((x for x, how in failing.items() if not how and x > low), default=None)
         if high is None:
             return [Feature(f"{size} above", lower)]
@@ -840,17 +897,35 @@ class Beyond(Runner):
         return found
 
 
+def _longer(problem: Problem, M: int, N: int) -> Mask:
+    """Return the mask of a problem with lengths that are the same shares of other sizes."""
+    found = problem.mask
+    for name, old, new in (("seqlens_q", problem.M, M), ("seqlens_k", problem.N, N)):
+        if (lengths := getattr(found, name)) is not None and old:
+            longer: Any = tuple(-(-x * new // old) for x in lengths)
+            found = dataclasses.replace(found, **{name: longer})
+    return found
+
+
 def _told_apart(features: list[Feature]) -> list[Feature]:
-    """Return features in which a length that is no multiple is the one that may be none."""
-    found = []
-    for feature in features:
-        name, whole = feature.name, {x.name for x in features}
+    """Return features in fewer words: the length that is no multiple, and a whole threshold."""
+    names, found = {x.name for x in features}, []
+    for name, value in features:
+        if name == "M < N" and "M is 1" in names:
+            if "N above" in names:
+                continue
+            name, value = "N above", 1
         if name.startswith("M or N is no"):
             tile = name.split()[-1]
             for size, other in (("M", "N"), ("N", "M")):
-                if f"{other} is a multiple of {tile}" in whole:
+                if f"{other} is a multiple of {tile}" in names:
                     name = f"{size} is no multiple of {tile}"
-        found.append(feature._replace(name=name))
+        elif name.endswith(" above") and isinstance(value, int):
+            # The next size is none of those that fail.
+            start = f"{name.removesuffix(' above')} is no multiple of "
+            if any(x.startswith(start) and (value + 1) % int(x.split()[-1]) == 0 for x in names):
+                value += 1
+        found.append(Feature(name, value))
     return found
 
 

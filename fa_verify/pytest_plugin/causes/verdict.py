@@ -60,6 +60,7 @@ class Explained:
 # The subject of the title of a cause, by its first feature.
 _ABOUT = {
     "zero size": "Sizes of 0",
+    "empty sequences": "Sequences of length 0",
     "empty rows": "Rows that see no key",
     "grouped heads": "Grouped heads",
     "hidden keys": "Masks that hide keys",
@@ -70,9 +71,12 @@ _ABOUT = {
     "right bound": "Masks bounded to the right",
     "window right": "Windows to the right",
     "causal": "Causal masks",
+    "not causal": "Problems without a causal mask",
     "M > N": "Problems of M > N",
     "M < N": "Problems of M < N",
     "D != Dv": "Problems of Dv other than D",
+    "D > Dv": "Problems of Dv < D",
+    "D < Dv": "Problems of Dv > D",
 }
 # The subject of the title of a cause that another call than the problem's shows, by the check.
 _OF_CHECKS = {
@@ -86,7 +90,7 @@ _EXCLUDING = {
     "grouped heads": "gqa=False",
     "M > N": "m_ne_n=False",
     "M < N": "m_ne_n=False",
-    "D != Dv": "dv_ne_d=False",
+    **dict.fromkeys(("D != Dv", "D > Dv", "D < Dv"), "dv_ne_d=False"),
     "padded keys": 'masks without "padding"',
     "padded rows": 'masks without "padding"',
     "predicate": 'masks without "custom"',

@@ -18,7 +18,7 @@ from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.kinds.feature import Feature
+from fa_verify.properties.kinds.feature import Feature, sharpest
 from fa_verify.properties.search import declaring
 from fa_verify.properties.search import failure as failure_module
 from fa_verify.properties.search.causes import Known, RootCause, described, difference
@@ -303,16 +303,20 @@ def test_a_part_that_needs_more_features_is_not_shown_for_its_cause():
     assert "out" in joined.outputs
 
 
+def attended(q, k, v, mask, sm_scale):
+    """Attention in float64."""
+    groups = q.shape[1] // k.shape[1]
+    seen = mask.dense(*q.shape[:3], k.shape[2])
+    scores = q.double() @ k.repeat_interleave(groups, 1).double().mT * sm_scale
+    weights = scores.masked_fill(~seen, -math.inf).softmax(3)
+    return torch.where(seen, weights, 0.0) @ v.repeat_interleave(groups, 1).double()
+
+
 def runner_with(fault, **declared) -> Runner:
     """A runner of attention in float64 whose out is a function of itself and the tensors."""
 
     def attention(q, k, v, *, mask, sm_scale):
-        groups = q.shape[1] // k.shape[1]
-        seen = mask.dense(*q.shape[:3], k.shape[2])
-        scores = q.double() @ k.repeat_interleave(groups, 1).double().mT * sm_scale
-        weights = scores.masked_fill(~seen, -math.inf).softmax(3)
-        out = torch.where(seen, weights, 0.0) @ v.repeat_interleave(groups, 1).double()
-        return fault(out, q, k, v).to(q.dtype)
+        return fault(attended(q, k, v, mask, sm_scale), q, k, v).to(q.dtype)
 
     fields = {"p_dtype": "fp32", "p_normalised": True, **declared}
     for name, value in fields.items():
@@ -363,6 +367,80 @@ def test_sizes_of_a_cause_are_those_at_which_a_kernel_changes(fault):
     (cause,) = causes_of(runner, problem, Known())
     assert dict(cause.features) == needed
     assert not cause.untried
+
+
+CONJUNCTIONS = {
+    # What is wrong, a problem that fails, and the names of what the cause needs.
+    "whole tiles of keys under a ragged tile of rows": (
+        lambda q, k, v, mask: mask.causal and q.shape[2] > 32 and q.shape[2] % 32
+        and k.shape[2] % 32 == 0,
+        Problem(M=70, N=64, mask=Mask(causal=True)),
+        {"causal", "M above 32", "M is no multiple of 32", "N is a multiple of 32"},
+    ),
+    "groups of three": (
+        lambda q, k, v, mask: k.shape[1] > 1 and (q.shape[1] // k.shape[1]).bit_count() > 1,
+        Problem(H=12, Hk=4, M=3, N=5), {"G is no power of two", "Hk above 1"},
+    ),
+    "odd groups": (
+        lambda q, k, v, mask: q.shape[1] // k.shape[1] % 2 and q.shape[1] > k.shape[1],
+        Problem(H=10, Hk=2, M=3, N=5), {"G is no multiple of 2", "grouped heads"},
+    ),
+    "ragged last tile of a sequence": (
+        lambda q, k, v, mask: any(x > 64 and x % 64 for x in mask.seqlens_q or ()),
+        Problem(B=2, M=80, N=9, mask=Mask(seqlens_q=(75, 3))),
+        {"padded rows", "seqlens_q above 64", "seqlens_q is no multiple of 64"},
+    ),
+    "a sequence without rows": (
+        lambda q, k, v, mask: 0 in (mask.seqlens_q or ()),
+        Problem(B=3, M=4, N=5, mask=Mask(seqlens_q=(2, 0, 4))), {"empty sequences", "B above 1"},
+    ),
+    "strides of k for v": (
+        lambda q, k, v, mask: k.shape[2] > 1 and k.stride(2) != v.stride(2),
+        Problem(M=3, N=5, layouts=("bhsd", "bhsd", "padded", "bhsd")),
+        {"k and v of other strides"},
+    ),
+    "many heads, not all in whole swizzles": (
+        lambda q, k, v, mask: len(q) * q.shape[1] > 8 and len(q) * q.shape[1] % 8,
+        Problem(B=3, H=5, Hk=5, M=3, N=5), {"B * H above 8", "B * H is no multiple of 8"},
+    ),
+    "columns of v past those of k": (
+        lambda q, k, v, mask: v.shape[3] > k.shape[3],
+        Problem(M=3, N=5, D=16, Dv=40), {"D < Dv"},
+    ),
+    "a window to the right": (
+        lambda q, k, v, mask: mask.right, Problem(M=6, N=5, mask=Mask(window_right=3)),
+        {"window right"},
+    ),
+    "lengths without a causal mask": (
+        lambda q, k, v, mask: mask.seqlens_k is not None and mask.right is None,
+        Problem(M=6, N=5, mask=Mask(seqlens_k=(3,))), {"padded keys", "not causal"},
+    ),
+    "one row and many keys": (
+        lambda q, k, v, mask: q.shape[2] == 1 and k.shape[2] > 64,
+        Problem(N=90), {"M is 1", "N above 64"},
+    ),
+    "packed rows of a group": (
+        lambda q, k, v, mask: mask.causal and q.shape[1] > k.shape[1]
+        and q.shape[2] * q.shape[1] // k.shape[1] > 16,
+        Problem(H=3, M=12, N=12, mask=Mask(causal=True)),
+        {"causal", "grouped heads", "M * G above"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CONJUNCTIONS)
+def test_a_cause_names_every_condition_of_a_fault(fault):
+    wrong, problem, needed = CONJUNCTIONS[fault]
+
+    def attention(q, k, v, *, mask, sm_scale):
+        out = attended(q, k, v, mask, sm_scale).to(q.dtype)
+        return 1.5 * out if wrong(q, k, v, mask) else out
+
+    attention.p_dtype, attention.p_normalised = "fp32", True
+    (cause,) = causes_of(Runner(Subject.of(attention, "attention"), Tally()), problem, Known())
+    names = {x.name: f"{x.name} {x.value}" for x in sharpest(cause.features)}
+    exact = {names[x.name] if names[x.name] in needed else x.name for x in sharpest(cause.features)}
+    assert exact == needed
 
 
 def test_a_dtype_is_named_only_if_problems_pass_in_another():

@@ -370,7 +370,7 @@ def test_sizes_of_a_cause_are_those_at_which_a_kernel_changes(fault):
 
 
 CONJUNCTIONS = {
-    # What is wrong, a problem that fails, and the names of what the cause needs.
+    # The condition, a problem that fails, and the names of the features that its cause has.
     "whole tiles of keys under a ragged tile of rows": (
         lambda q, k, v, mask: mask.causal and q.shape[2] > 32 and q.shape[2] % 32
         and k.shape[2] % 32 == 0,

@@ -64,8 +64,14 @@ _SHAPE = (
     "left window", "right window", "lengths", "D",
 )  # fmt: skip
 _MODS: dict[str, tuple[Any, Any]] = {
-    "softcap": (None, 2.5), "alibi": (NO_ALIBI, "normal"), "bias": (NO_BIAS, "normal/bhmn"),
+    "softcap": (None, 2.5), "alibi": (NO_ALIBI, "normal"), "bias": (NO_BIAS, "normal"),
     "sinks": (NO_SINKS, "ordinary"),
+}  # fmt: skip
+# A bias that entries, heads or rows share has the sum of their gradients. By what has one, the axes
+# along which it varies.
+_ONE_BIAS = {
+    "each pair": "bhmn", "all entries": "hmn", "all heads": "bmn", "entries and heads": "mn",
+    "entries and rows": "hn", "heads and rows": "bn", "all pairs": "",
 }  # fmt: skip
 # A row of which only words are read.
 Words = Mapping[str, str]
@@ -175,6 +181,8 @@ def _factors(
         found["config"] = tuple(subject.configs)
         found |= {f"layout of {x}": subject.layouts or LAYOUTS for x in TENSORS}
         found |= {x: (f"no {x}", "used") for x in _MODS if x in subject.score_mods}
+        if "bias" in found:
+            found["one bias for"] = ("none", *_ONE_BIAS)
         if subject.lse_grad and subject.backward:
             found["gradient of lse"] = ("none", "used")
         if mask is None and "custom" in subject.masks and not subject.always_causal:
@@ -234,6 +242,10 @@ def _constraints(subject: Subject) -> list[Constraint]:
         Constraint(
             ("lengths", "dirty"), lambda row: row["lengths"] != "none" or row["dirty"] == dirty
         ),
+        Constraint(
+            ("bias", "one bias for"),
+            lambda row: (row["bias"] == "used") == (row["one bias for"] != "none"),
+        ),
     ]  # fmt: skip
     if not subject.m_ne_n:
         found.append(Constraint(("M to N",), lambda row: row["M to N"] == _SAME))
@@ -284,6 +296,8 @@ class _Builder:
         if "kernel" in row and self.subject.layouts:
             layouts = (self.subject.layouts[0],) * len(TENSORS)
         mods = {name: values[row.get(name) == "used"] for name, values in _MODS.items()}
+        if mods["bias"] != NO_BIAS:
+            mods["bias"] = f"normal/{_ONE_BIAS[row['one bias for']]}"
         scale = self.subject.sm_scale if self.subject.fixed_scale is not None else None
         return Problem(
             B=B, H=H, Hk=Hk, M=M, N=N, D=D, Dv=Dv, dtype=dtype, config=config, sm_scale=scale,

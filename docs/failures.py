@@ -51,6 +51,7 @@ from fa_verify.repaired_fork import in_repaired_fork
 from fa_verify.session import mask_of, subject_of
 from fa_verify.verification import verify
 from tests.unit.properties.checks import (
+    test_bad_calls,
     test_cache_checks,
     test_closed_form,
     test_memory_checks,
@@ -196,6 +197,18 @@ def _way(fault: str, check: str = "G16", seed: int = 0) -> Callable[[], str]:
     def message() -> str:
         found = (test_ways.found(fault, x, _CHECKS[check]) for x in itertools.count(seed))
         return str(next(filter(None, found))[0])
+
+    return message
+
+
+def _bad_call(then: Callable[[Any, Any], None] | None) -> Callable[[], str]:
+    """The message of a bad call that is not refused, or that ``then`` precedes."""
+
+    def message() -> str:
+        ignored = "" if then else "head dims differ"
+        subject = test_bad_calls.subject("padded", ignored, then=then)
+        (call,), check, _ = test_bad_calls.FORMS["padded"]
+        return str(found_on(subject, call, check)[0])
 
     return message
 
@@ -1316,6 +1329,28 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         ),
     ),
     "Arguments and declarations": (
+        *(
+            Kind(f"G14: {title}", meaning, _bad_call(then))
+            for title, meaning, then in (
+                (
+                    "a bad call that returns",
+                    "The kernel declares to refuse such calls, and computes something. Look at "
+                    "what it checks of the named arguments.",
+                    None,
+                ),
+                (
+                    "a bad call that changes its inputs",
+                    "The exception comes after the kernel has written to a tensor of the call.",
+                    lambda q, k: k.fill_(0.0),
+                ),
+                (
+                    "a bad call out of bounds",
+                    "The kernel does not look at its arguments. An access out of bounds raises, in "
+                    "the interpreter or by the GPU.",
+                    test_bad_calls.outside,
+                ),
+            )
+        ),
         Kind(
             "G14: an argument of the kernels",
             "The kernels of this repository name the argument, its value, and the value that it "

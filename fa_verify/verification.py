@@ -203,6 +203,8 @@ def _is_usual(subject: Subject, claim: Claim) -> bool:
     """Return whether a claim is asked of a kernel that no guarantees are named for."""
     if claim.group == "parts":
         return any(subject.promises(claim.guarantee.key, config) for config in subject.configs)
+    if claim.group == "refused":
+        return bool(subject.refuses)
     if claim.group == "added":
         return subject.backward and {*claim.needs["score_mods"]} <= {*subject.score_mods}
     return claim.group == "call" or (claim.group == "pooled" and subject.pooled is not None)

@@ -144,8 +144,8 @@ G13 = Guarantee(
 G14 = Guarantee(
     "G14",
     "errors",
-    "Bad arguments raise an error that names the argument. Asked of the kernels of this "
-    "repository.",
+    "A bad call that a kernel [declares](declarations.md#promises) to refuse raises an exception, "
+    "and leaves its inputs as they are. The kernels of this repository name the argument.",
 )
 G15 = Guarantee(
     "G15",

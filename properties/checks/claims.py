@@ -32,6 +32,7 @@ from fa_verify.oracles.guarantee import (
     G10,
     G12,
     G13,
+    G14,
     G15,
     G16,
     I1,
@@ -53,6 +54,7 @@ from fa_verify.properties.checks import caches, merging, pooled, same_bits
 from fa_verify.properties.checks.accuracy import accuracy, finite, logic
 from fa_verify.properties.checks.added_gradients import bias_gradient, sink_gradient
 from fa_verify.properties.checks.backward import backward
+from fa_verify.properties.checks.bad_calls import bad_calls, bad_calls_of_caches
 from fa_verify.properties.checks.closed_form import (
     counts,
     doubled_values,
@@ -104,10 +106,11 @@ Check = Callable[[Any], list[Finding]]
 Needs = Mapping[str, Any]
 # The subject of a claim. ``verify`` asks "call" and "pooled". Elements, statistics and closed forms
 # show faults that the bound misses. "added" are the gradients of a bias and of sinks, "calls" many
-# calls in turn, "streams" those of CUDA, and "parts" give the bits of the whole.
+# calls in turn, "streams" those of CUDA, and "parts" give the bits of the whole. A kernel declares
+# to refuse the calls of "refused".
 Group = Literal[
     "call", "elements", "statistics", "closed forms", "pooled", "added", "calls", "streams",
-    "parts",
+    "parts", "refused",
 ]  # fmt: skip
 
 
@@ -442,6 +445,13 @@ _OF_ATTENTION = (
             shards=(4, 5), runs=4, kernels=2, masked=True,
         ),
     ),
+    Claim(
+        guarantee=G14, check=bad_calls, group="refused",
+        drawn=_drawn(
+            "test_errors.py::test_the_bad_calls_that_are_declared_are_refused",
+            shards=(6, 14), needs=_one_tile,
+        ),
+    ),
     Claim(guarantee=G13, name="sequence", check=sequence, group="calls"),
     Claim(guarantee=G6, name="sets", check=gradient_sets, group="calls"),
     Claim(guarantee=G15, name="replayed", check=replayed, group="streams"),
@@ -562,6 +572,7 @@ _OF_CACHES = (
     _cache(I1, "neighbours", caches.neighbours),
     _cache(I3, "decoding", caches.decoding),
     _cache(C4, "far pages", caches.far_pages),
+    _cache(G14, "bad calls", bad_calls_of_caches, group="refused"),
 )  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (
@@ -589,12 +600,6 @@ def standing_of(kind: str) -> tuple[Claim, ...]:
 BY_NAME: dict[str, Check] = checks_of()
 
 
-def accuracy_of_all(trial: Trial) -> list[Finding]:
-    """G1 of out, lse and all gradients, those of a bias and of sinks too."""
-    checks = {"accuracy": accuracy, "dbias": bias_gradient, "dsinks": sink_gradient}
-    return in_turn(checks, {})(trial)
-
-
 def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
     """Return a check that makes several checks, and goes on after an exception of the kernel.
 
@@ -620,3 +625,9 @@ def in_turn(checks: Mapping[str, Check], unchecked: dict[str, str]) -> Check:
     # The search for a cause looks for the one that fails.
     every.checks = checks  # type: ignore[attr-defined]
     return every
+
+
+# G1 of out, lse and all gradients, those of a bias and of sinks too.
+accuracy_of_all = in_turn(
+    {"accuracy": accuracy, "dbias": bias_gradient, "dsinks": sink_gradient}, {}
+)

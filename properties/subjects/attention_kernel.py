@@ -69,6 +69,7 @@ def attention_kernel(
     softcap_slope: str = _UNSET,
     bitwise: Sequence[str] = _UNSET,
     same_bits: Sequence[str] = _UNSET,
+    refuses: Sequence[str] = _UNSET,
     pooled: Callable[..., Any] | None = _UNSET,
     states: Callable[..., Any] | bool | None = _UNSET,
     packed: Callable[..., Any] | None = _UNSET,
@@ -166,6 +167,8 @@ def attention_kernel(
         same_bits: Choices that change no bit of a result: "batch", the number and the lengths of
             other entries; "chunks" of queries; "heads", slices of them; "varlen", padding and
             packing. "inference" says that gradients may be required or not.
+        refuses: Bad calls for which the kernel raises an exception of any type, and changes none of
+            its inputs, from ``bad_calls.BAD_CALLS``. The others are not asked.
         pooled: A function with the kernel's arguments, ``pool="mean"`` or "max", and
             ``pool_size=(rows, keys)``, that returns the probabilities pooled over blocks of pairs.
         states: A function of outs (P, B, H, M, Dv) and lses (P, B, H, M) that returns the merged

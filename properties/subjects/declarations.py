@@ -15,6 +15,7 @@ from typing import Any
 from fa_verify.oracles.guarantee import G4, G5, G8, G9, G10, I1, I2, I4, I5, I6
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES, LAYOUTS
+from fa_verify.properties.inputs.bad_calls import BAD_CALLS, OF_CACHES, OF_PACKED, OF_PADDED
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 
 __all__ = [
@@ -65,6 +66,7 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
     "cache": CACHES,
+    "refuses": BAD_CALLS,
 }
 _NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
 # Subsets that must not be empty, as there would be nothing to verify.
@@ -278,6 +280,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
     if "fixed_scale" in declared:
         _check_scale(f"{name}.fixed_scale", declared["fixed_scale"])
     _check_masks(name, declared)
+    _check_refuses(name, declared)
     if "l_tile" in declared:
         _check_int(f"{name}.l_tile is", declared["l_tile"], least=0)
     if "accumulator" in declared:
@@ -359,6 +362,21 @@ def _check_masks(name: str, declared: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name}.score_mods has 'bias'; varlen=True needs one without, as a bias is not packed"
         )
+
+
+def _check_refuses(name: str, declared: Mapping[str, Any]) -> None:
+    """Check that the kernel takes calls that can be bad in the declared ways."""
+    is_packed = bool(declared.get("varlen"))
+    takes_caches = not {"kvcache", "cache"}.isdisjoint(declared)
+    needs = {
+        **dict.fromkeys(OF_PADDED, ("padded tensors", not is_packed)),
+        **dict.fromkeys(OF_PACKED, ("varlen=True or packed", is_packed or "packed" in declared)),
+        **dict.fromkeys(OF_CACHES, ("kvcache or cache", takes_caches)),
+    }
+    for word in declared.get("refuses", ()):
+        needed, is_there = needs.get(word, ("", True))
+        if not is_there:
+            raise ValueError(f"{name}.refuses has {word!r}; needs {needed}")
 
 
 def _check_number(where: str, given: object) -> None:

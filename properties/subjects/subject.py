@@ -117,6 +117,7 @@ class Subject:
     assumed: tuple[str, ...] = ()
     score_mods: tuple[str, ...] = ()
     cuda_graphs: bool = True
+    refuses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:

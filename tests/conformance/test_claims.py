@@ -42,6 +42,8 @@ def test_claim(for_all, subject, claim, drawn, shard):
         pytest.skip(f"{subject.name} declares no pooled")
     if claim.promise and not subject.promises(claim.promise, shard.config):
         pytest.skip(f"{subject.name} does not declare the same bits that {claim.guarantee} asks")
+    if claim.group == "refused" and not subject.refuses:
+        pytest.skip(f"{subject.name} declares no refuses")
     # Products of the interpreter's dots are then added in one order, as tensor cores do.
     with dots_in_order() if claim.group == "parts" else contextlib.nullcontext():
         for_all(claim.check, shard, drawn)

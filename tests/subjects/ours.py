@@ -193,6 +193,11 @@ def adapted(package: ModuleType):
     flash_attention.softcap_slope = "exact"
     flash_attention.bitwise = ("G4", "G5", "G8", "G9", "G10")
     flash_attention.same_bits = ("batch", "chunks", "heads", "varlen", "inference")
+    # Offsets, cache_seqlens and page tables are on the device, where no call waits for them.
+    flash_attention.refuses = (
+        "heads not divisible", "head dims differ", "lengths differ", "batch differs",
+        "dtypes differ", "devices differ", "too many keys", "wrong bias shape",
+    )  # fmt: skip
     configs = {name: declared(x) for name, x in package.CONFIGS.items()}
     configs |= {f"{name}{_ONE_PASS}": configs[name] | {"atomic": ("dq",)} for name in _IN_ONE_PASS}
     flash_attention.configs = configs | {f"{name}{_PACKED}": configs[name] for name in _PACKED_OF}

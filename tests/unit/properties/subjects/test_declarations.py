@@ -54,6 +54,7 @@ VALID = {
     "l_from": ["unrounded", "rounded"],
     "group_sum": ["fp32", "dtype"],
     "bitwise": [(), ("G4", "G5", "G8", "G9", "G10")],
+    "refuses": [(), ("head dims differ",), ["wrong bias shape", "too many keys"]],
     "same_bits": [(), ("batch",), ["chunks", "heads", "varlen", "inference"]],
     "atomic": [(), ("dq",), ["dq"], ("dk", "dv"), ("dv", "dq", "dk")],
     "partial_sums": ["fp32", "input"],
@@ -152,6 +153,10 @@ WRONG = [
     ("group_sum", "fp16", "is 'fp16'; needs one of ('fp32', 'dtype')"),
     ("bitwise", ("G1",), "has ['G1']; known are ('G4', 'G5', 'G8', 'G9', 'G10')"),
     ("bitwise", "G4", "is 'G4'; needs a tuple of words out of ('G4', 'G5', 'G8', 'G9', 'G10')"),
+    ("refuses", ("heads differ",), "has ['heads differ']; known are ('heads not divisible', "),
+    ("refuses", "batch differs", "is 'batch differs'; needs a tuple of words out of ('heads not "),
+    ("refuses", ("decreasing offsets",), "has 'decreasing offsets'; needs varlen=True or packed"),
+    ("refuses", ("cache too long",), "has 'cache too long'; needs kvcache or cache"),
     (
         "same_bits",
         ("chunk",),
@@ -234,6 +239,26 @@ def test_a_wrong_value_of_an_instance_is_refused():
 
     with pytest.raises(ValueError, match=r"^it.lse_base is 10; needs one of \('e', '2'\)$"):
         Subject.of(Attention(), "it")
+
+
+@pytest.mark.parametrize(
+    ("word", "refuses", "of"),
+    [
+        ("packed", "decreasing offsets", {"packed": print}),
+        ("varlen", "offsets past the end", {"varlen": True}),
+        ("kvcache", "negative lengths", {"kvcache": print}),
+        ("cache", "page out of range", {"cache": ("paged",)}),
+    ],
+)
+def test_bad_calls_of_other_forms_need_a_function_of_them(word, refuses, of):
+    assert Subject.of(function_with(refuses=(refuses,), **of), "f").refuses == (refuses,)
+    with pytest.raises(ValueError, match=rf"^f.refuses has '{refuses}'; needs .*{word}"):
+        Subject.of(function_with(refuses=(refuses,)), "f")
+
+
+def test_packed_sequences_have_no_lengths_to_exceed():
+    with pytest.raises(ValueError, match=r"^f.refuses has 'too many keys'; needs padded tensors$"):
+        Subject.of(function_with(refuses=("too many keys",), varlen=True), "f")
 
 
 def test_lengths_that_cannot_be_are_refused():

@@ -159,6 +159,7 @@ def test_everything_that_limits_the_domain_is_tried():
         "call",
         "bitwise",
         "same_bits",
+        "refuses",
         "packed",
         "numerics",
         "paths",

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from typing import Any
 
 from fa_verify.oracles.call import Call, changed, variants
-from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, guarantee_of
+from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, G14, guarantee_of
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.checks.claims import (
@@ -78,7 +78,7 @@ _SAME = 20
 # Fields of a finding that a cause keeps.
 _TOLD = ("output", "claim", "where", "bad", "total", "places")
 # Guarantees whose checks call the kernel with other tensors, or other calls in turn.
-_OTHER_CALLS = tuple(x.key for x in (G5, G6, G7, G8, G9, G10, G12, G13))
+_OTHER_CALLS = tuple(x.key for x in (G5, G6, G7, G8, G9, G10, G12, G13, G14))
 
 # Runs calls in turn in a fresh process, with the claim of a name beside the standing ones; returns
 # for each whether it passes, None if it is not judged. Returns None if the kernel cannot be loaded

@@ -35,12 +35,13 @@ def pytest_generate_tests(metafunc):
 USUAL = ("call", "elements", "statistics", "closed forms", "pooled", "added")
 
 
-def asked_of(problem, calls):
+def asked_of(subject, problem, calls):
     """Return the checks of a call by name; with ``calls``, those of many calls too."""
+    refused = ("refused",) if subject.refuses else ()
     if problem.kind != "attention":
-        return checks_of(kind=problem.kind)
+        return checks_of("call", *refused, kind=problem.kind)
     more = [*(("calls",) if calls else ()), *(("streams",) if problem.device == "cuda" else ())]
-    return checks_of(*USUAL, *more)
+    return checks_of(*USUAL, *refused, *more)
 
 
 def every_guarantee(trial, checks, failing, unchecked):
@@ -82,7 +83,7 @@ def check(runner, problem, device, record, calls=False, shrink=False):
         fields["config"] = next(iter(configs))
     problem = changed(problem, **fields)
     failing, unchecked = {}, {}
-    checks = asked_of(problem, calls)
+    checks = asked_of(runner.subject, problem, calls)
 
     def claim(trial):
         return every_guarantee(trial, checks, failing, unchecked)

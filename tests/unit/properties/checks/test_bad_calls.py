@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fa_verify.conformance.test_replay import asked_of
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.guarantee import G14, INPUTS
 from fa_verify.oracles.masks.mask import Mask
@@ -38,7 +39,7 @@ ERRORS = (ValueError, RuntimeError, AssertionError, NotImplementedError, TypeErr
 
 
 class OutOfBoundsError(IndexError):
-    """As of the interpreter."""
+    """The error of the interpreter, by its name."""
 
 
 def faults(q, k, v, words):
@@ -191,3 +192,10 @@ def test_a_kernel_that_declares_no_refusal_is_not_asked(form):
     assert trial.asked == {"G14": "not applicable to kernel, which declares no refuses"}
     assert G14 not in {x.guarantee for x in _asked(silent, None)}
     assert G14 in {x.guarantee for x in _asked(subject(form), None)}
+
+
+@pytest.mark.parametrize(("form", "name"), [("padded", "G14"), ("cache", "bad calls")])
+def test_a_replay_asks_what_is_declared(form, name):
+    call = FORMS[form][0][0]
+    assert name in asked_of(subject(form), call, calls=False)
+    assert name not in asked_of(subject(form, refuses=()), call, calls=False)

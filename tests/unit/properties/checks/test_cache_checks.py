@@ -21,7 +21,7 @@ from fa_verify.properties.subjects.supported_caches import cached, hidden_first,
 from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.problems.sampling import drawn
 
-CACHES = checks_of(kind="cache")
+CACHES = checks_of("call", kind="cache")
 MASK = Mask(causal=True, seqlens_k=(21, 9))
 ATTENTION = Problem(B=2, H=2, N=24, M=3, D=8, Dv=5, dtype="fp32", mask=MASK, seed=3)
 PROBLEM = CacheProblem(attention=ATTENTION, page_size=4, new=3, shared=1, spare=2)

@@ -30,7 +30,6 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks import claims, identities
-from fa_verify.properties.checks.ways import WAYS
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.execution.trial import AttentionTrial, run_trial
@@ -182,12 +181,18 @@ def _found(
 
 # Titles and hints, in the order of ``test_ways.FAULTS``.
 _OF_WAYS = (
-    ("the same addresses", "Look for copies that are kept by the address of a tensor."),
+    ("the same memory", "Look for copies that are kept by the address of a tensor."),
     ("after an exception", "Look for what is set before the arguments are checked."),
     ("without gradients", "Look at what depends on torch.is_grad_enabled()."),
     ("two backwards", "Look for a backward that writes to what the forward saved."),
     ("some gradients", "Look at what depends on which input requires a gradient."),
     ("another call in between", "Look for results that are kept outside of the context."),
+    ("another thread", "Look for what a call keeps outside of itself while it runs."),
+    (
+        "a checkpoint",
+        "In `torch.utils.checkpoint` with `use_reentrant=False` a backward reads "
+        "`ctx.saved_tensors` once. A call may also fail in another way.",
+    ),
 )
 
 
@@ -196,7 +201,7 @@ def _way(fault: str, check: str = "G16", seed: int = 0) -> Callable[[], str]:
 
     def message() -> str:
         found = (test_ways.found(fault, x, _CHECKS[check]) for x in itertools.count(seed))
-        return str(next(filter(None, found))[0])
+        return _in_a_file(str(next(filter(None, found))[0]))
 
     return message
 
@@ -211,6 +216,11 @@ def _bad_call(then: Callable[[Any, Any], None] | None) -> Callable[[], str]:
         return str(found_on(subject, call, check)[0])
 
     return message
+
+
+def _in_a_file(said: str) -> str:
+    """Return a message with the place of a user's kernel in that of a test's."""
+    return re.sub(r"\(\S+, line \d+\)", "(attention.py, line 12)", said)
 
 
 def _closed_form(check: str, fault: str) -> Callable[[], str]:
@@ -282,7 +292,7 @@ def _not_captured() -> str:
         said = _first(
             runner.findings(test_streams.PROBLEM, claims.checks_of("streams")["replayed"]), ""
         )
-    return re.sub(r"\(\S+, line \d+\)", "(attention.py, line 12)", said)
+    return _in_a_file(said)
 
 
 def _judged(fault: str, check: str = "G1", problem: Problem = _FP64) -> Callable[[], str]:
@@ -795,7 +805,7 @@ SECTIONS: Mapping[str, tuple[Kind, ...]] = {
         *(
             Kind(
                 f"G16: {title}",
-                f"The call differs {next(x for x in WAYS if words in x)}. {look}",
+                f"A call differs or fails {next(x for x in test_ways.WAYS if words in x)}. {look}",
                 _way(fault),
             )
             for (fault, words), (title, look) in zip(

@@ -553,6 +553,7 @@ _OF_MERGES = (
     _merge(S1, "not hidden", merging.not_hidden),
     _merge(S1, "far apart", merging.far_apart),
     _merge(S2, "conventions", merging.conventions, needs={"hidden": 8}),
+    _merge(G16, "ways", one_way),
     Claim(
         guarantee=S1, name="ring", check=merging.of_a_ring, kind="ring", standing=True,
         bounded=True,
@@ -573,6 +574,7 @@ _OF_CACHES = (
     _cache(I3, "decoding", caches.decoding),
     _cache(C4, "far pages", caches.far_pages),
     _cache(G14, "bad calls", bad_calls_of_caches, group="refused"),
+    _cache(G16, "ways", one_way),
 )  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (

@@ -10,7 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,9 +49,11 @@ __all__ = [
     "SubjectError",
     "Trial",
     "WrongFormError",
+    "attention_call",
+    "cache_call",
     "faults_of_the_subject",
     "kept_settings",
-    "open_call",
+    "merge_call",
     "plan_in_range",
     "plan_run",
     "run_gradient",
@@ -61,6 +63,7 @@ __all__ = [
     "run_states",
     "run_subject",
     "run_trial",
+    "running",
 ]
 
 _SUITE = Path(__file__).parents[2]
@@ -314,9 +317,8 @@ def run_gradient(subject: Subject, problem: Problem, inputs: Inputs, name: str) 
         SubjectError: The subject raises, or the gradient's shape or dtype is not its tensor's.
         RefusedError: The subject refuses the problem.
     """
-    with faults_of_the_subject(inputs):
-        out, lse, found = _run_gradients(subject, problem, inputs, (name,))
-        return GradientRun(out.detach(), None if lse is None else lse.detach(), found[name])
+    found = _run_gradients(subject, problem, inputs, (name,))
+    return GradientRun(found["out"], found.get("lse"), found[name])
 
 
 def run_gradients(
@@ -328,8 +330,8 @@ def run_gradients(
         SubjectError: The subject raises, or a gradient is missing or has a wrong shape or dtype.
         RefusedError: The subject refuses the problem.
     """
-    with faults_of_the_subject(inputs):
-        return _run_gradients(subject, problem, inputs, wanted)[2]
+    found = _run_gradients(subject, problem, inputs, wanted)
+    return {name: found[name] for name in wanted}
 
 
 def run_pooled(
@@ -372,17 +374,12 @@ def run_states(subject: Subject, states: States, *, gradients: bool) -> Merged:
         SubjectError: The subject raises, changes an input, or an output has a wrong shape or dtype.
         RefusedError: The subject refuses the call, or does not merge states.
     """
-    outs, lses, dout, dlse = states
-    with faults_of_the_subject(states):
-        with _poisoned_allocations():
-            leaves = [x.detach().requires_grad_(gradients) for x in (outs, lses)]
-            out, lse = subject.run_states(*leaves)
-            found = [outs.new_empty(0), lses.new_empty(0)]
-            if gradients and outs.numel():  # nothing depends on parts without elements
-                found = list(torch.autograd.grad([out, lse], leaves, [dout, dlse]))
-        _check_form("out", out, outs, tuple(outs.shape[1:]))
-        _check_form("lse", lse, outs, tuple(lses.shape[1:]))
-        return Merged(out.detach(), lse.detach(), found[0], found[1])
+    # Nothing depends on parts without elements.
+    wanted = ("douts", "dlses") if gradients and states.outs.numel() else ()
+    with running(states):
+        got = merge_call(subject, states, wanted).backward()
+    absent = [got.get(name, states.outs.new_empty(0)) for name in ("douts", "dlses")]
+    return Merged(got["out"], got["lse"], *absent)
 
 
 def run_kvcache(
@@ -400,25 +397,9 @@ def run_kvcache(
             dtype.
         RefusedError: The subject refuses the call, or attends to no cache.
     """
-    new = 0 if x.k is None else x.k.shape[2]
-    held = tuple(length + new for length in x.cache_seqlens.tolist())
-    # A place in the table makes an entry without keys one of padding alone.
-    N = max((*held, min(1, x.table.shape[1])), default=0)
-    of_call = dataclasses.replace(
-        problem, B=len(x.q), M=x.q.shape[2], N=N,
-        mask=dataclasses.replace(problem.mask, seqlens_k=held),
-    )  # fmt: skip
-    with faults_of_the_subject(x.without_caches):
-        with _poisoned_allocations():
-            out, lse = subject.run_kvcache(
-                x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
-                page_table=x.page_table, cache_batch_idx=x.cache_batch_idx, k=x.k, v=x.v,
-                alibi_slopes=x.alibi_slopes, sinks=x.sinks,
-            )  # fmt: skip
-        _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
-        if lse is not None:
-            _check_form("lse", lse, x.q, tuple(x.q.shape[:3]))
-        return out.detach(), None if lse is None else lse.detach()
+    with running(x.without_caches):
+        got = cache_call(subject, problem, x).forward
+    return got["out"], got.get("lse")
 
 
 # Elements of the inputs that are copied to be compared after a call. More would take gigabytes.
@@ -517,18 +498,10 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def _run_gradients(
     subject: Subject, problem: Problem, inputs: Inputs, wanted: Sequence[str]
-) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-    """Return out, lse and the wanted gradients by name."""
-    tensors = inputs._asdict()
-    leaves = {name: tensors[name[1:]].detach().requires_grad_() for name in wanted}
-    given = inputs._replace(**{name[1:]: leaf for name, leaf in leaves.items()})
-    if [*wanted] == ["dv"]:
-        # lse does not depend on v.
-        inputs = inputs._replace(dlse=None)
-    with _poisoned_allocations():
-        out, lse = subject.run(given.q, given.k, given.v, problem, **_added(given))
-        gradients = _gradients(subject, problem, leaves, inputs, out, lse)
-    return out, lse, gradients
+) -> dict[str, torch.Tensor]:
+    """Return out, lse if there is one, and the wanted gradients by name."""
+    with running(inputs):
+        return attention_call(subject, problem, inputs, wanted).backward()
 
 
 def _added(inputs: Inputs) -> dict[str, torch.Tensor | None]:
@@ -555,80 +528,154 @@ def _told(error: BaseException) -> str:
     return "\n".join(filter(None, told))
 
 
+Through = Callable[[Callable[[], Any]], Any]
+
+
+def _directly(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+@dataclass(frozen=True)
 class OpenCall:
     """A forward whose backward is called later, or more than once.
+
+    Args:
+        results: The results of the forward, by name.
+        gradients: Returns the gradients by name; None without a backward.
+    """
+
+    results: Mapping[str, torch.Tensor]
+    gradients: Callable[[bool], dict[str, torch.Tensor]] | None
+
+    @property
+    def forward(self) -> dict[str, torch.Tensor]:
+        """The results of the forward, as they are now."""
+        return {name: x.detach() for name, x in self.results.items()}
+
+    def backward(self, *, retain_graph: bool = False) -> dict[str, torch.Tensor]:
+        """Run the backward, if there is one; return its gradients and ``forward`` after it."""
+        gradients = {} if self.gradients is None else self.gradients(retain_graph)
+        return {**gradients, **self.forward}
+
+
+def attention_call(
+    subject: Subject,
+    problem: Problem,
+    inputs: Inputs,
+    wanted: Sequence[str],
+    through: Through = _directly,
+) -> OpenCall:
+    """Run the forward of attention, inside of ``running``.
 
     Args:
         subject: The subject.
         problem: The problem.
         inputs: Its inputs.
-        mode: A context in which the forward runs, such as ``torch.no_grad``.
+        wanted: The gradients that its backward returns.
+        through: Calls the subject.
+
+    Raises:
+        WrongFormError: An output has a wrong shape or dtype.
     """
+    tensors = inputs._asdict()
+    leaves = {name: tensors[name[1:]].detach().requires_grad_() for name in wanted}
+    given = inputs._replace(**{name[1:]: leaf for name, leaf in leaves.items()})
+    # lse does not depend on v.
+    losses = inputs._replace(dlse=None) if [*wanted] == ["dv"] else inputs
+    q, k, v = given[:3]
+    out, lse = through(lambda: subject.run(q, k, v, problem, **_added(given)))
+    _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
+    results = {"out": out}
+    if lse is not None:
+        _check_form("lse", lse, q, tuple(q.shape[:3]))
+        results["lse"] = lse
 
-    def __init__(
-        self,
-        subject: Subject,
-        problem: Problem,
-        inputs: Inputs,
-        mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self.subject, self.problem, self.inputs = subject, problem, inputs
-        q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
-        self.leaves = {"dq": q, "dk": k, "dv": v}
-        with mode():
-            self._out, self._lse = subject.run(q, k, v, problem, **_added(inputs))
+    def gradients(retain_graph: bool) -> dict[str, torch.Tensor]:
+        return _gradients(subject, problem, leaves, losses, out, lse, retain_graph=retain_graph)
 
-    @property
-    def forward(self) -> Outputs[torch.Tensor | None]:
-        """The results of the forward, as they are now."""
-        lse = None if self._lse is None else self._lse.detach()
-        return Outputs(self._out.detach(), lse, None, None, None)
+    return OpenCall(results, gradients if wanted else None)
 
-    def backward(self, *, retain_graph: bool = False) -> Outputs[torch.Tensor | None]:
-        """Run the backward; return its gradients and ``forward`` after it."""
-        gradients = _gradients(
-            self.subject, self.problem, self.leaves, self.inputs, self._out, self._lse,
-            retain_graph=retain_graph,
-        )  # fmt: skip
-        return self.forward._replace(**gradients)
+
+def merge_call(
+    subject: Subject, states: States, wanted: Sequence[str], through: Through = _directly
+) -> OpenCall:
+    """Run the forward of a merge, inside of ``running``; the arguments are as above.
+
+    Raises:
+        WrongFormError: An output has a wrong shape or dtype.
+    """
+    tensors = states._asdict()
+    leaves = {name: tensors[name[1:]].detach().requires_grad_() for name in wanted}
+    given = states._replace(**{name[1:]: leaf for name, leaf in leaves.items()})
+    out, lse = through(lambda: subject.run_states(given.outs, given.lses))
+    _check_form("out", out, given.outs, tuple(given.outs.shape[1:]))
+    _check_form("lse", lse, given.outs, tuple(given.lses.shape[1:]))
+    # lse does not depend on outs.
+    losses = [(out, states.dout), (lse, states.dlse)][: 1 if [*wanted] == ["douts"] else 2]
+
+    def gradients(retain_graph: bool) -> dict[str, torch.Tensor]:
+        of, loss = zip(*losses, strict=True)
+        found = torch.autograd.grad(of, [*leaves.values()], loss, retain_graph=retain_graph)
+        return dict(zip(leaves, found, strict=True))
+
+    return OpenCall({"out": out, "lse": lse}, gradients if wanted else None)
+
+
+def cache_call(subject: Subject, problem: Problem, x: CacheInputs) -> OpenCall:
+    """Make a call with a cache, inside of ``running``; see ``run_kvcache``.
+
+    Raises:
+        WrongFormError: An output has a wrong shape or dtype.
+    """
+    new = 0 if x.k is None else x.k.shape[2]
+    held = tuple(length + new for length in x.cache_seqlens.tolist())
+    # A place in the table makes an entry without keys one of padding alone.
+    N = max((*held, min(1, x.table.shape[1])), default=0)
+    of_call = dataclasses.replace(
+        problem, B=len(x.q), M=x.q.shape[2], N=N,
+        mask=dataclasses.replace(problem.mask, seqlens_k=held),
+    )  # fmt: skip
+    out, lse = subject.run_kvcache(
+        x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
+        page_table=x.page_table, cache_batch_idx=x.cache_batch_idx, k=x.k, v=x.v,
+        alibi_slopes=x.alibi_slopes, sinks=x.sinks,
+    )  # fmt: skip
+    _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
+    results = {"out": out}
+    if lse is not None:
+        _check_form("lse", lse, x.q, tuple(x.q.shape[:3]))
+        results["lse"] = lse
+    return OpenCall(results, None)
 
 
 @contextmanager
-def open_call(
-    subject: Subject,
-    problem: Problem,
-    inputs: Inputs,
-    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Iterator[OpenCall]:
-    """Run the forward of a call, whose backward may be called inside of the block.
+def running(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
+    """Fill uninitialised memory inside the block, and convert exceptions.
 
     Raises:
-        SubjectError: The subject raises, changes an input, or a gradient has a wrong form.
-        RefusedError: The subject refuses the problem.
+        SubjectError: The block raises, or changes an input.
+        RefusedError: The subject refuses a call.
     """
     with faults_of_the_subject(inputs), _poisoned_allocations():
-        yield OpenCall(subject, problem, inputs, mode)
+        yield
 
 
 def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Tensor | None]:
     # A kernel without a backward pass may refuse inputs that require gradients.
-    q, k, v = (x.detach().requires_grad_(subject.backward) for x in inputs[:3])
+    wanted = ("dq", "dk", "dv") if subject.backward else ()
     with _poisoned_allocations():
-        out, lse = subject.run(q, k, v, problem, **_added(inputs))
-        _check_form("out", out, q, (*q.shape[:3], v.shape[3]))
-        if lse is not None:
-            _check_form("lse", lse, q, tuple(q.shape[:3]))
-        forward = Outputs(out.detach(), None if lse is None else lse.detach(), None, None, None)
-        if not subject.backward:
+        call = attention_call(subject, problem, inputs, wanted)
+        got = call.forward
+        forward = Outputs(got["out"], got.get("lse"), None, None, None)
+        if call.gradients is None:
             return forward
         with _exceptions_of_the_subject(forward):
-            if not out.requires_grad:
+            if not call.results["out"].requires_grad:
                 raise AssertionError(
                     f"out of {subject.name} has no gradient; a subject without one declares "
                     "backward=False"
                 )
-            leaves = {"dq": q, "dk": k, "dv": v}
-            gradients = _gradients(subject, problem, leaves, inputs, out, lse)
+            gradients = call.gradients(False)
     return forward._replace(**gradients)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 
-__all__ = ["OF_VARLEN", "PACKED", "Packing", "called_packed"]
+__all__ = ["OF_VARLEN", "PACKED", "Packing", "called_packed", "with_kept_offsets"]
 
 # The keyword arguments of a varlen kernel.
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -128,3 +129,16 @@ def called_packed(
             )
     out = of_q.padded(parts[0])
     return out if len(parts) == 1 else (out, of_q.padded(parts[1].mT, -math.inf))
+
+
+def with_kept_offsets(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a varlen kernel whose calls, of as many sequences each, get offsets at one address."""
+    kept: dict[str, torch.Tensor] = {}
+
+    @functools.wraps(call)
+    def called(*tensors: torch.Tensor, **given: Any) -> Any:
+        for name in PACKED[:2]:
+            given[name] = kept.setdefault(name, given[name]).copy_(given[name])
+        return call(*tensors, **given)
+
+    return called

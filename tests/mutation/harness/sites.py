@@ -115,6 +115,7 @@ TESTS: dict[str, str] = {
     "properties/execution/replay_line.py": "test_compare test_command",
     "properties/execution/settings.py": "test_search",
     "properties/execution/tally.py": "test_tally",
+    "properties/execution/taking_turns.py": "test_ways",
     "properties/execution/trial.py": "test_trial test_lse_gradient test_search test_guarantees "
     "test_cache_checks",
     "properties/execution/watchdog.py": "test_watchdog test_crashes",
@@ -179,12 +180,13 @@ TESTS: dict[str, str] = {
     "properties/subjects/fitting.py": "test_fitting",
     "properties/subjects/loading.py": "test_loading test_custom_masks",
     "properties/subjects/narrowing.py": "test_inference_kernels",
-    "properties/subjects/packing.py": "test_inference_kernels",
+    "properties/subjects/packing.py": "test_inference_kernels test_ways",
     "properties/subjects/refusals.py": "test_search",
     "properties/subjects/subject.py": "test_subject test_pooled_checks test_assumptions "
     "test_cache_adapters test_cache_checks",
     "properties/subjects/supported.py": "test_supported",
     "properties/subjects/tutorial_call.py": "test_tutorial_call",
+    "properties/subjects/ways.py": "test_ways",
     "properties/subjects/without_gpu.py": "test_without_gpu",
     "simulator/interpreter/addresses.py": "test_interpreter_addresses",
     "simulator/interpreter/block_pointers.py": "test_interpreter_block_pointers",

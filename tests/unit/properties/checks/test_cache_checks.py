@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.masks.mask import Mask
@@ -147,15 +148,24 @@ def is_far_by_64_bits(q, k_cache, v_cache, **given):
     return perturbed(found, max(k_cache.stride(0), v_cache.stride(0)) > 2**20)
 
 
+def keeps_lengths_by_address(q, k_cache, v_cache, *, cache_seqlens, **given):
+    held = KEPT.setdefault(cache_seqlens.data_ptr(), cache_seqlens.clone())
+    return attend(q, k_cache, v_cache, cache_seqlens=held, **given)
+
+
+KEPT: dict[int, torch.Tensor] = {}
 # Calls as they are drawn for a check, where it needs more than PROBLEM has.
-DRAWN = {"hidden keys": lambda problem: hidden_first(problem, 17), "many keys": lengthened}
+DRAWN = {
+    "hidden keys": lambda problem: hidden_first(problem, 17), "many keys": lengthened,
+    "ways": lambda problem: changed(problem, seed=0),
+}  # fmt: skip
 WRONG = {
     "accuracy": drops_the_append, "written": drops_the_append,
     "many keys": folds_the_table, "hidden keys": weighs_hidden_values_by_0,
     "pages": rounds_by_places, "page sizes": rounds_by_pages, "free rows": reads_free_rows,
     "append": appends_badly, "nothing cached": hides_empty_rows,
     "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
-    "far pages": is_far_by_64_bits,
+    "far pages": is_far_by_64_bits, "ways": keeps_lengths_by_address,
 }  # fmt: skip
 
 

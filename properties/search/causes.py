@@ -23,6 +23,7 @@ from fa_verify.oracles.guarantee import (
     G10,
     G12,
     G13,
+    G16,
     IDENTITIES,
     INPUTS,
     LIMIT,
@@ -192,7 +193,7 @@ def _within(one: object, other: object) -> bool:
 
 def _family(kind: str) -> str:
     """Return the same word for all kinds of wrong values: one fault may give several."""
-    if kind.startswith(("raises ", FORM, INPUTS)):
+    if kind.startswith(("raises ", FORM, INPUTS, G16.key)):
         return re.sub(r"\([\d, ]*\)", "(...)", kind)  # the shapes are those of the problem
     return "values"
 
@@ -205,6 +206,8 @@ def vanished(kind: str, other: str) -> bool:
 def kind_of_finding(finding: Finding) -> str:
     """Return the kind of a finding, see ``RootCause``."""
     first = guarantee_of(finding.guarantee)
+    if first == G16.key:
+        return f"{first}: {finding.claim}"  # each way has causes of its own
     if finding.raised:
         if finding.guarantee != EXCEPTION:
             # The output, its form, and the form that it needs.

@@ -18,7 +18,19 @@ from itertools import chain, islice
 from typing import Any
 
 from fa_verify.oracles.call import Call, changed, variants
-from fa_verify.oracles.guarantee import G5, G6, G7, G8, G9, G10, G12, G13, G14, guarantee_of
+from fa_verify.oracles.guarantee import (
+    G5,
+    G6,
+    G7,
+    G8,
+    G9,
+    G10,
+    G12,
+    G13,
+    G14,
+    G16,
+    guarantee_of,
+)
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.checks.claims import (
@@ -67,7 +79,8 @@ _NEAREST = 3
 _MOST_NEW = 3
 # Runs of sequences of calls in fresh processes, and calls of the first of them.
 _MOST_FRESH, _EARLIER = 8, 64
-
+# Distance of seeds with the same way of calling: a multiple of all counts of ways and sets.
+_SAME_WAY = 720
 # Layouts of which no two tensors have the same strides, and with each tensor's columns apart.
 _STRIDED = (
     ("bshd", "padded", "transposed", "bhsd"), ("transposed", "bhsd", "padded", "bshd"),
@@ -78,7 +91,7 @@ _SAME = 20
 # Fields of a finding that a cause keeps.
 _TOLD = ("output", "claim", "where", "bad", "total", "places")
 # Guarantees whose checks call the kernel with other tensors, or other calls in turn.
-_OTHER_CALLS = tuple(x.key for x in (G5, G6, G7, G8, G9, G10, G12, G13, G14))
+_OTHER_CALLS = tuple(x.key for x in (G5, G6, G7, G8, G9, G10, G12, G13, G14, G16))
 
 # Runs calls in turn in a fresh process, with the claim of a name beside the standing ones; returns
 # for each whether it passes, None if it is not judged. Returns None if the kernel cannot be loaded
@@ -149,6 +162,7 @@ class Failure:
         self._before = [call for call, _ in runner.tally.history]
         self._narrow()
         self._key = _guarantee_of_check(self.claim)
+        self._step = _SAME_WAY if self._key == G16.key else 1
         self._of(self.problem)
         if not self._seen[self.problem].findings:  # it fails only sometimes
             outputs = tuple(dict.fromkeys(x.output for x in findings if x.output))
@@ -475,10 +489,11 @@ class Failure:
         """Return the guarantee of the check, if a problem passes but for the calls of the check."""
         outcome = self._of(problem)
         key = self._key
-        if not key or not outcome.findings or problem.kind != "attention":
+        if not key or not outcome.findings or (problem.kind != "attention" and key != G16.key):
             return ""
         if problem not in self._alone:
-            self._alone[problem] = self._run(problem, accuracy).passes
+            bounded = next(x.check for x in standing_of(problem.kind) if x.bounded)
+            self._alone[problem] = self._run(problem, bounded).passes
         return key if self._alone[problem] else ""
 
     def _heat(self, finding: Finding) -> dict[str, Any] | None:
@@ -607,7 +622,9 @@ class Failure:
         """
         for wide in self._wider(problem):
             try:
-                seeds = [changed(wide, seed=wide.seed + 10 + x) for x in range(_SEEDS)]
+                seeds = [
+                    changed(wide, seed=wide.seed + (10 + x) * self._step) for x in range(_SEEDS)
+                ]
             except ValueError:  # calls of this kind have no other seed
                 return problem
             if all(self._fails_alike(x, kind, []) for x in seeds):
@@ -639,18 +656,18 @@ class Failure:
 
     def _alike(self, problem: Call) -> Iterator[Call]:
         """Yield problems like a problem, with other values, more rows and keys, or more heads."""
-        attention = problem.attention
-        changes: list[dict[str, Any]] = [{"seed": problem.seed + 1}, {"seed": problem.seed + 2}]
+        attention, seed, step = problem.attention, problem.seed, self._step
+        changes: list[dict[str, Any]] = [{"seed": seed + 1 * step}, {"seed": seed + 2 * step}]
         if attention is not None and isinstance(problem, Problem) and not problem.seeds:
             M, N = attention.M + _GROWN, attention.N + _GROWN
             changes += [
-                {"M": M, "N": N, "seed": problem.seed + 3},
-                {"M": M, "seed": problem.seed + 4},
-                {"N": N, "seed": problem.seed + 5},
-                {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": problem.seed + 6},
+                {"M": M, "N": N, "seed": seed + 3 * step},
+                {"M": M, "seed": seed + 4 * step},
+                {"N": N, "seed": seed + 5 * step},
+                {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": seed + 6 * step},
                 *([{"H": 3 * attention.H}] if attention.G > 1 else []),
                 *islice(resized(problem, {"B": 2 * attention.B}), 1),
-                {"M": M, "N": N, "mask": _longer(attention, M, N), "seed": problem.seed + 7},
+                {"M": M, "N": N, "mask": _longer(attention, M, N), "seed": seed + 7 * step},
             ]
             for place in (1, 2):  # other strides of k and of v
                 if problem.layouts[place] == LAYOUTS[0]:

@@ -17,6 +17,7 @@ from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported_caches import configs_of, kernels_of
+from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["covering_caches"]
 
@@ -66,8 +67,7 @@ def covering_caches(
         Constraint(tuple(factors), may),
     ]
     array = covering(factors, [([*factors], 2)], constraints, seed=subject.name)
-    calls = tuple(_call(subject, device, row) for row in array.rows)
-    return CoveringCalls(calls, array.combinations)
+    return CoveringCalls.of(array, lambda row: _call(subject, device, row))
 
 
 def _factors(
@@ -85,7 +85,7 @@ def _factors(
         "causal": (True,) if subject.always_causal
         else (False, True) if "causal" in subject.masks else (False,),
         "window": (None, 0, 3, 20) if "window" in subject.masks else (None,),
-        "lengths": (_FULL, _RAGGED, _SOME_0, _ON_EDGES),
+        "lengths": (_FULL, _RAGGED, _SOME_0, _ON_EDGES), WAY: ways_of(subject, "cache"),
     }  # fmt: skip
     if kernels is not None:
         # The first values of each of the few.
@@ -131,7 +131,7 @@ def _call(subject: Subject, device: str, row: Row) -> CacheProblem:
     layout = (subject.layouts or ("bhsd",))[0]
     attention = Problem(
         B=B, H=Hk * group, Hk=Hk, M=M, N=longest, device=device,
-        sm_scale=subject.sm_scale, seed=rng.randrange(2**20),
+        sm_scale=subject.sm_scale, seed=seed_of(rng, ways_of(subject, "cache"), row[WAY]),
         mask=Mask(causal=row["causal"], window_left=row["window"], seqlens_k=tuple(lengths)),
         layouts=(layout, layout, layout, layout), dirty=(subject.dirty or ("zero",))[0],
         **kernel,

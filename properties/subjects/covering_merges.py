@@ -13,6 +13,7 @@ from fa_verify.oracles.calls.merge import (
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
 from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["covering_merges"]
 
@@ -39,6 +40,7 @@ def covering_merges(subject: Subject, device: str) -> CoveringCalls[MergeProblem
         "parts": _PARTS, "B": _B, "H": _H, "M": _M, "Dv": _DV, "dtype": tuple(subject.dtypes),
         "empty part": ("none", _FIRST, _LAST, _TWO, _ALL, _ROWS),
         "lse": LSE_FAMILIES, "out": OUT_FAMILIES, "layout": STATE_LAYOUTS,
+        WAY: ways_of(subject, "merge"),
     }  # fmt: skip
     if subject.backward:
         factors["layout of gradients"] = STATE_LAYOUTS
@@ -48,13 +50,18 @@ def covering_merges(subject: Subject, device: str) -> CoveringCalls[MergeProblem
         least = {_FIRST: _PARTS[1], _LAST: _PARTS[1], _TWO: _PARTS[2]}.get(row["empty part"])
         return least is None or _PARTS.index(row["parts"]) >= _PARTS.index(least)
 
+    # Ways do not meet values and storage, whose pairs would need more rows.
+    strengths = [
+        ([x for x in factors if x != WAY], 2),
+        ([x for x in factors if x not in ("lse", "out") and not x.startswith("layout")], 2),
+    ]
     array = covering(
-        factors, [([*factors], 2)], [Constraint(("parts", "empty part"), may)], seed=subject.name
+        factors, strengths, [Constraint(("parts", "empty part"), may)], seed=subject.name
     )
-    return CoveringCalls(tuple(_call(device, row) for row in array.rows), array.combinations)
+    return CoveringCalls.of(array, lambda row: _call(subject, device, row))
 
 
-def _call(device: str, row: Row) -> MergeProblem:
+def _call(subject: Subject, device: str, row: Row) -> MergeProblem:
     """Return the merge of a row. All that the row leaves open depends on it alone."""
     rng = random_of(row)
     sizes = {name: rng.choice(row[name]) for name in ("B", "H", "M", "Dv")}
@@ -64,10 +71,11 @@ def _call(device: str, row: Row) -> MergeProblem:
     numbers = {
         _FIRST: (0,), _LAST: (len(parts) - 1,), _TWO: (start, start + 1), _ALL: range(len(parts)),
     }  # fmt: skip
+    seed = seed_of(rng, ways_of(subject, "merge"), row[WAY])
     for number in numbers.get(empty, ()):
         parts[number] = 0
     return MergeProblem(
         parts=tuple(parts), dtype=row["dtype"], hidden=5 if empty == _ROWS else 0, lse=row["lse"],
-        out=row["out"], layout=row["layout"], seed=rng.randrange(2**20), device=device,
+        out=row["out"], layout=row["layout"], seed=seed, device=device,
         dout_layout=row.get("layout of gradients", "parts"), **sizes,
     )  # fmt: skip

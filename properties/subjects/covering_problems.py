@@ -27,6 +27,7 @@ from fa_verify.properties.problems.mask_classes import instance_near
 from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["SharedKernel", "cost_of", "covering_problems"]
 
@@ -121,12 +122,15 @@ def covering_problems(
         subject: The subject.
         device: "cpu" or "cuda".
         most: Limit on the tile pairs of a problem; None is no limit.
-        pairs: Whether any two values of shape and mask suffice, and one of each other.
+        pairs: Whether any two values of shape and mask suffice, and one of each other, without
+            ways of calling.
         mask: A class of masks that every problem has.
         kernels: If there are any, every problem has one of these, and what selects further kernels
             does not vary.
     """
     factors = _factors(subject, mask, kernels)
+    if not pairs:
+        factors[WAY] = ways_of(subject, "attention")
     build = _Builder(subject, device, mask, smallest=most is not None)
     constraints = [
         *_constraints(subject),
@@ -134,14 +138,17 @@ def covering_problems(
     ]
     names = ("B", "H", "G", "tiles of M", "tiles of N", "kernel")
     within = None if most is None else Constraint(names, lambda row: cost_of(row) <= most)
-    # Values in padding do not meet layouts: their pairs alone would need most of the rows.
-    apart = [[name for name in factors if name != "dirty"], [*_SHAPE, "dirty"]]
+    # Values in padding and ways do not meet layouts: their pairs would need most of the rows.
+    others = [name for name in factors if name != "dirty"]
+    apart = [
+        [name for name in others if name != WAY], [*_SHAPE, "dirty"],
+        [name for name in others if not name.startswith("layout")],
+    ]  # fmt: skip
     strengths: list[tuple[Sequence[str], int]] = [(_SHAPE, 3), *((names, 2) for names in apart)]
     if pairs:
         strengths = [(_SHAPE, 2), ([*factors], 1)]
     array = covering(factors, strengths, constraints, within, subject.name)
-    problems = tuple(build(row) for row in array.rows)
-    return CoveringCalls(problems, array.combinations, array.left_out)
+    return CoveringCalls.of(array, build)
 
 
 def _factors(
@@ -298,11 +305,13 @@ class _Builder:
         mods = {name: values[row.get(name) == "used"] for name, values in _MODS.items()}
         if mods["bias"] != NO_BIAS:
             mods["bias"] = f"normal/{_ONE_BIAS[row['one bias for']]}"
+        ways = ways_of(self.subject, "attention")
+        seed = seed_of(rng, ways, row[WAY]) if WAY in row else rng.randrange(2**31)
         scale = self.subject.sm_scale if self.subject.fixed_scale is not None else None
         return Problem(
             B=B, H=H, Hk=Hk, M=M, N=N, D=D, Dv=Dv, dtype=dtype, config=config, sm_scale=scale,
             mask=self._masked(row, rng, B, H, M, N), layouts=layouts, device=self.device,
-            dirty=row.get("dirty", "zero"), seed=rng.randrange(2**31),
+            dirty=row.get("dirty", "zero"), seed=seed,
             dlse="normal" if row.get("gradient of lse") == "used" else NO_DLSE, **mods,
         )  # fmt: skip
 
@@ -360,8 +369,7 @@ class _Builder:
             None if row[side] == "none" else rng.randrange(*widths[row[side]])
             for side in ("left window", "right window")
         )
-        mask = Mask(causal=row["causal"] == "causal", window_left=left, window_right=right)
-        kind = row.get("mask", "none")
+        mask, kind = Mask(), row.get("mask", "none")
         if self.mask is not None:
             mask = instance_near(rng, self.mask, B, H, M, N)
         elif kind == "of a tensor":
@@ -370,6 +378,10 @@ class _Builder:
             mask = PrefixLM(prefix=rng.randint(1, N))
             mask = (
                 mask & SinkWindow(width=rng.randint(1, N), sinks=2) if kind == "composed" else mask
+            )
+        if self.mask is None:
+            mask = dataclasses.replace(
+                mask, causal=row["causal"] == "causal", window_left=left, window_right=right
             )
         rows, keys = self._ragged(row, rng, B, M, N)
         return dataclasses.replace(mask, seqlens_q=rows, seqlens_k=keys)

@@ -10,7 +10,10 @@ from random import Random
 
 from fa_verify.properties.subjects.subject import Subject
 
-__all__ = ["OF_BACKWARD", "OF_FORWARD", "seed_of", "way_of", "ways_of"]
+__all__ = ["OF_BACKWARD", "OF_FORWARD", "WAY", "seed_of", "way_of", "ways_of"]
+
+# The name of the factor of covering arrays.
+WAY = "way"
 
 # The ways of every call, and of calls with a backward. They complete "differs ...".
 OF_FORWARD = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, guarantee_of
+from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, G16, guarantee_of
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft, phrase, sharpest
 from fa_verify.properties.search.causes import RootCause, described, difference
@@ -114,7 +114,7 @@ def title(cause: RootCause) -> str:
     wrong = f"give wrong {outputs}" if cause.kind in _VALUES else f"fail: {_what(cause)}"
     if cause.after is not None:
         return f"Some problems {wrong}, only after other calls"
-    if cause.check == key or key in (G10.key, G13.key):
+    if cause.check == key or key in (G10.key, G13.key, G16.key):
         # The check says what it changed.
         return _with(
             f"{_upper(cause.finding['output'] or 'it')} {cause.finding['claim']}", features

@@ -79,7 +79,7 @@ _NEAREST = 3
 _MOST_NEW = 3
 # Runs of sequences of calls in fresh processes, and calls of the first of them.
 _MOST_FRESH, _EARLIER = 8, 64
-# Distance of seeds with the same way of calling: a multiple of all counts of ways and sets.
+# Distance of seeds with the same way of calling: a multiple of counts of ways and gradients.
 _SAME_WAY = 720
 # Layouts of which no two tensors have the same strides, and with each tensor's columns apart.
 _STRIDED = (

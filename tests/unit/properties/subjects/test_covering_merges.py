@@ -11,6 +11,7 @@ from fa_verify.oracles.calls.merge import LSE_FAMILIES, OUT_FAMILIES, STATE_LAYO
 from fa_verify.properties.checks.merging import accuracy
 from fa_verify.properties.kinds.merges import MERGE
 from fa_verify.properties.subjects.covering_merges import covering_merges
+from fa_verify.properties.subjects.ways import way_of, ways_of
 from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.checks.test_merging_checks import subject, torch_merge
 
@@ -49,6 +50,15 @@ def test_every_two_values_occur():
     assert not missing
     assert count > 1000
     assert array.calls == covering_merges(subject(torch_merge), "cpu").calls
+
+
+def test_every_way_of_merging_meets_every_number_of_parts_and_dtype():
+    one = subject(torch_merge)
+    array, ways = covering_merges(one, "cpu"), ways_of(one, "merge")
+    asked = [array.calls[x] for x in array.asks]
+    found = {(way_of(x.seed, ways)[0], values(x)["parts"], x.dtype) for x in asked}
+    assert {(way, parts) for way, parts, _ in found} == {*itertools.product(ways, range(4))}
+    assert {(way, dtype) for way, _, dtype in found} == {*itertools.product(ways, one.dtypes)}
 
 
 @pytest.mark.parametrize("declared", [{}, {"dtypes": ("bf16",)}, {"backward": False}])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
+from fa_verify.properties.checks.accuracy import accuracy
+from fa_verify.properties.checks.ways import one_way
 from fa_verify.properties.subjects.covering_calls import combinations_line, named
 from fa_verify.properties.subjects.covering_problems import SharedKernel, covering_problems
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.ways import way_of, ways_of
+from tests.unit.properties.checks.calls import found_on
 from tests.unit.properties.subjects.test_supported import DECLARED, subject
 
 FURTHER = {
@@ -121,3 +126,65 @@ def test_packed_sequences_are_empty_at_the_ends_and_in_a_row():
     rows = [(x.mask.seqlens_q or (x.M,) * x.B, x.mask.seqlens_k) for x in array.calls]
     empty = [(m == 0) for q, k in rows if k for m, n in zip(q, k, strict=True) if n == 0]
     assert {*empty} == {True, False}
+
+
+def test_every_way_of_calling_meets_every_shape():
+    one = subject()
+    array, ways = covering_problems(one, "cpu"), ways_of(one, "attention")
+    assert len(array.asks) < len(array.calls) / 2
+    asked = [array.calls[x] for x in array.asks]
+    for what in (
+        lambda x: (x.B > 1) + (x.B > 8), lambda x: (x.G > 1) + (x.G > 4), lambda x: x.dtype,
+        lambda x: x.mask.causal, lambda x: x.mask.window_left is None,
+        lambda x: x.mask.seqlens_k is None, lambda x: (x.M > x.N) - (x.M < x.N),
+    ):  # fmt: skip
+        values = {what(x) for x in asked}
+        assert {(way_of(x.seed, ways)[0], what(x)) for x in asked} == {
+            (way, value) for way in ways for value in values
+        }
+    # Those that do not ask cover no way.
+    missing, _ = array.missing({*range(len(array.calls))} - array.asks)
+    of_ways = {x for x in missing if "way" in dict(x)}
+    assert {x for row in array.combinations for x in row if "way" in dict(x)} == of_ways
+
+
+class _ForGroups(torch.autograd.Function):
+    """Attention whose dk is wrong where q needs no gradient and groups are large."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seen, scale):
+        ctx.save_for_backward(q, k, v, seen)
+        ctx.scale = scale
+        return _attention(q, k, v, seen, scale)
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, seen = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = _attention(*leaves, seen, ctx.scale)
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        wrong = not ctx.needs_input_grad[0] and q.shape[1] > 4 * k.shape[1]
+        return dq, dk * (2 if wrong else 1), dv, None, None
+
+
+def _attention(q, k, v, seen, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~seen, -1e9)
+    return torch.where(seen.any(-1, keepdim=True), scores.softmax(-1) @ v, 0.0)
+
+
+def test_a_fault_of_a_way_and_of_groups_is_found():
+    def kernel(q, k, v, *, mask, sm_scale):
+        seen = mask.dense(*q.shape[:3], k.shape[2])
+        return _ForGroups.apply(q, k, v, seen, sm_scale)
+
+    kernel.dtypes, kernel.masks, kernel.head_dims = ("fp64",), ("causal",), (16,)
+    kernel.returns_lse = False
+    one = Subject.of(kernel, "kernel")
+    array, ways = covering_problems(one, "cpu"), ways_of(one, "attention")
+    calls = [array.calls[x] for x in array.asks if array.calls[x].G > 4]
+    calls = [x for x in calls if "some gradients" in way_of(x.seed, ways)[0]]
+    assert not any(found_on(one, call, accuracy) for call in calls)
+    findings = [x for call in calls for x in found_on(one, call, one_way)]
+    assert {x.output for x in findings} == {"dk"}

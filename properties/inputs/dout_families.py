@@ -16,11 +16,16 @@ from fa_verify.properties.inputs.sampling import (
     drawn_shape,
     filled,
     length_tensors,
+    of_entries,
     places,
     random_bits,
 )
 
 __all__ = ["DOUT_FAMILIES"]
+
+# Rows of a run with a gradient, or without one.
+_RUNS = (1, 3, 16, 20, 40)
+_TILE = 16  # rows of the lowest tile
 
 
 def normal(problem: Problem) -> torch.Tensor:
@@ -59,4 +64,24 @@ def one_hot(problem: Problem) -> torch.Tensor:
     return (is_row & is_column).to(torch.float64)
 
 
-DOUT_FAMILIES = (normal, zero, constant, tiny, subnormal, one_hot)
+def masked(problem: Problem) -> torch.Tensor:
+    """N(0, 1) in every second run of rows, else 0: detects rows that a masked loss has and loses.
+
+    A run has 1, 3, 16, 20 or 40 rows, chosen by the seed, which also chooses where the first ends.
+    """
+    seeds = problem.all_seeds
+    lengths = of_entries(problem, [_RUNS[seed % len(_RUNS)] for seed in seeds])
+    first = of_entries(problem, [seed // len(_RUNS) % (2 * max(_RUNS)) for seed in seeds])
+    row = places(problem, problem.M).view(-1, 1)
+    is_used = (row + first) // lengths % 2 == 0
+    return torch.where(is_used, drawn_normal(problem, "dout"), 0.0)
+
+
+def one_row_of_a_tile(problem: Problem) -> torch.Tensor:
+    """N(0, 1) in one row of 16, else 0: detects tiles that are skipped by some of their rows."""
+    row = of_entries(problem, [seed % _TILE for seed in problem.all_seeds])
+    is_used = places(problem, problem.M).view(-1, 1) % _TILE == row
+    return torch.where(is_used, drawn_normal(problem, "dout"), 0.0)
+
+
+DOUT_FAMILIES = (normal, zero, constant, tiny, subnormal, one_hot, masked, one_row_of_a_tile)

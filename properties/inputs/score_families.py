@@ -27,7 +27,10 @@ __all__ = ["SCORE_FAMILIES", "last_visible"]
 
 _NEEDLE_SCORE = 20.0
 _TILE = 16  # keys of the narrowest tile
-_RISE = 64.0
+_TILES = 32  # the most steps of a rising maximum
+# The end of the supported range is 1e5.
+_LARGEST_SCORE = 9.9e4
+_RISE = 110.0  # past the largest exponent of exp in float32, 88.7
 _STEPS = (1.0, 4.0, 12.0, 30.0)
 _TIE_SCORE = 16.0
 _TIE_STEPS = 8
@@ -71,6 +74,62 @@ def _shifted(problem: Problem, shift: float) -> Values:
     return Values(q, k, drawn_normal(problem, "v", 2.0**-10 if small else 1.0))
 
 
+def cosine(problem: Problem) -> Values:
+    """Rows of q and k of length 1, as in cosine attention: detects a limit on the scale.
+
+    ``sm_scale`` is drawn up to 128 with these rows, whose scores are cosines times the scale.
+    """
+    q, k, v = (drawn_normal(problem, tensor) for tensor in ("q", "k", "v"))
+    return Values(_of_length_1(q), _of_length_1(k), v)
+
+
+def _of_length_1(x: torch.Tensor) -> torch.Tensor:
+    """Divide rows by their lengths, which every device adds up in the same order."""
+    squares = x * x
+    while squares.shape[-1] > 1:
+        half = squares.shape[-1] // 2
+        pairs = squares[..., :half] + squares[..., half : 2 * half]
+        squares = torch.cat([pairs, squares[..., 2 * half :]], -1)
+    # The square root and the quotient of two tensors are rounded correctly on every device.
+    return x / squares.clamp(min=2.0**-100).sqrt()
+
+
+def swept_scores(problem: Problem) -> Values:
+    """Scores of x and 0 in turn, where x sweeps the numbers of 16 bits: detects a gap of exp.
+
+    Each row has its own x: finite fp16 numbers for fp16, and otherwise bf16 numbers, which have
+    every exponent of float32, up to the end of the supported range. They ascend over all rows of a
+    problem. Numbers are skipped at equal distances if there are fewer rows. v is 0 for the keys of
+    score 0, so that out is as small as the weights of the others.
+    """
+    q, k, v = (drawn_normal(problem, tensor) for tensor in ("q", "k", "v"))
+    odd = (places(problem, problem.D) & 1) == 1
+    q.masked_fill_(odd, 0.0)
+    k.masked_fill_(~odd, 0.0)
+    q[..., 0] = _swept(problem, q.shape[:3])
+    is_zero = (places(problem, problem.N) & 1) == 1
+    k[..., 0] = (~is_zero).to(torch.float64)
+    return Values(q, k, v.masked_fill_(is_zero.view(-1, 1), 0.0))
+
+
+def _swept(problem: Problem, shape: torch.Size) -> torch.Tensor:
+    """Return numbers of 16 bits in ascending order over a shape, those of each sign in turn."""
+    dtype = torch.float16 if problem.dtype == "fp16" else torch.bfloat16
+    largest = min(torch.finfo(dtype).max, _LARGEST_SCORE / problem.scale)
+    # The bits of a number that is not negative count those below it.
+    count = 1 + int(torch.tensor(largest, dtype=dtype).view(torch.int16))
+    # Rows are numbered in each problem of a batch.
+    parts = len(problem.all_seeds)
+    rows = shape.numel() // parts
+    number = places(problem, rows).repeat(parts).view(shape)
+    if 0 < rows < 2 * count:
+        first = of_entries(problem, [seed % (2 * count // rows) for seed in problem.all_seeds])
+        number = number * (2 * count) // rows + first.squeeze(3)
+    number = number % (2 * count)
+    size = (number % count).to(torch.int16).view(dtype).to(torch.float64)
+    return torch.where(number < count, size, -size)
+
+
 def lse_low_90(problem: Problem) -> Values:
     """LSE near -90: exp(score) without subtracting the maximum is subnormal or flushed to 0."""
     return _shifted(problem, -90.0)
@@ -88,7 +147,7 @@ def lse_low_6e3(problem: Problem) -> Values:
 
 def lse_low_1e5(problem: Problem) -> Values:
     """LSE near -9.9e4, the end of the supported range: detects -1e4 or -65504 used for -inf."""
-    return _shifted(problem, -9.9e4)
+    return _shifted(problem, -_LARGEST_SCORE)
 
 
 def lse_high_6e4(problem: Problem) -> Values:
@@ -102,7 +161,7 @@ def lse_high_1e5(problem: Problem) -> Values:
     The ulp of the scores is 2**-7 in fp32. P, which the backward recomputes from the stored LSE, is
     therefore wrong by a percent and must not be wrong by more.
     """
-    return _shifted(problem, 9.9e4)
+    return _shifted(problem, _LARGEST_SCORE)
 
 
 def _levelled(problem: Problem, levels: torch.Tensor, *largest: float) -> Values:
@@ -144,12 +203,18 @@ def near_ties(problem: Problem) -> Values:
 def rising_max(problem: Problem) -> Values:
     """Scores that rise with every 16 keys: detects a rescale that is missing, doubled or delayed.
 
-    They rise by 1, 4, 12 or 30 per tile, chosen by the seed, but to at most 64 in total. exp(12)
+    They rise by 1, 4, 12 or 30 per step, chosen by the seed, but to at most 110 in total. exp(12)
     exceeds the range of fp16, so P overflows in a kernel that rescales only after a larger rise.
+    Steps of 4 add up past the range of exp in float32. A kernel that compares the maximum with that
+    of the tile before, and not with the one in use, never rescales for them. There are at most 32
+    steps: with more than 512 keys they are 32 keys wide, with more than 1,024 they are 64 wide.
     """
-    tiles = max(1, -(-problem.N // _TILE))
+    width = _TILE
+    while problem.N > width * _TILES:
+        width *= 2
+    tiles = max(1, -(-problem.N // width))
     steps = [min(_STEPS[seed % len(_STEPS)], _RISE / tiles) for seed in problem.all_seeds]
-    tile = (places(problem, problem.N) // _TILE).to(torch.float64)
+    tile = (places(problem, problem.N) // width).to(torch.float64)
     levels = tile * of_entries(problem, steps).squeeze(3)
     return _levelled(problem, levels, *(max(1.0, tiles * step) for step in steps))
 
@@ -278,6 +343,8 @@ def needle_hidden(problem: Problem) -> Values:
 SCORE_FAMILIES = (
     times8,
     times40,
+    cosine,
+    swept_scores,
     lse_low_90,
     lse_low_130,
     lse_low_6e3,

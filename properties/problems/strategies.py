@@ -55,6 +55,8 @@ SCALES: tuple[float | None, ...] = (
     *(1.0,) * 10,
     *(step / 50 for step in range(1, 101)),
 )
+# Scales for rows of length 1: up to 128, each as likely as its double, and often 128 itself.
+_SCALES_OF = {"cosine": (*(2.0 ** (step / 8) for step in range(-8, 57)), *(128.0,) * 8)}
 # From a softcap that most scores reach to one that no score comes near.
 SOFTCAPS = (50.0, 0.5, 1.0, 3.0, 10.0, 20.0, 30.0, 1e3, 1e6)
 
@@ -145,6 +147,8 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
     mask = draw_mask(draw, domain, B, Hk * G, M, N)
     rows, keys = mask.lengths(B, M, N)
     padded = any(rows[b] < M or keys[b] < N for b in range(B))
+    inputs = draw(among(*domain.inputs))
+    scales = _SCALES_OF.get(inputs, SCALES) if domain.scales == SCALES else domain.scales
     return Problem(
         B=B,
         H=Hk * G,
@@ -155,9 +159,9 @@ def _drawn_problems(draw: Draw, domain: Domain, regimes: tuple[Regime, ...]) -> 
         Dv=Dv,
         mask=mask,
         dtype=draw(among(*domain.dtypes)),
-        sm_scale=draw(among(*domain.scales)),
+        sm_scale=draw(among(*scales)),
         layouts=_draw_layouts(draw, domain.layouts),
-        inputs=draw(among(*domain.inputs)),
+        inputs=inputs,
         dout=draw(among(*domain.dout)),
         dlse=draw(among(*domain.dlse)),
         dirty=draw(among(*domain.dirty)) if padded else domain.dirty[0],
@@ -304,7 +308,8 @@ def problems(
         dv_ne_d: Whether Dv != D may occur.
         head_dims: Sizes of D, and of Dv without head_dims_v.
         head_dims_v: Sizes of Dv; None is those of D.
-        scales: Values of sm_scale, drawn uniformly; None is the default D**-0.5.
+        scales: Values of sm_scale, drawn uniformly; None is the default D**-0.5. Without it, the
+            inputs "cosine" have scales from 1/2 to 128.
         layouts: Storage layouts, drawn for each tensor.
         inputs: The input family; None draws one of ``families.INPUTS``.
         dout: The dout family; None draws one of ``families.DOUT``.

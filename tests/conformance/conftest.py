@@ -121,6 +121,12 @@ def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
 
 
 @pytest.fixture
+def is_fast(device: str, pytestconfig: pytest.Config) -> bool:
+    """Whether problems of a thousand pairs of tiles take seconds: on a GPU, and in PyTorch."""
+    return device == "cuda" or pytestconfig.getoption("--fa-breadth", None) == "wide"
+
+
+@pytest.fixture
 def runner(
     subject: Subject,
     tally: Tally,

@@ -7,6 +7,13 @@ import pytest
 from fa_verify.oracles.guarantee import G1
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
+from fa_verify.properties.subjects.fitting import fitted
+
+# Batch entries, heads and rows that have all finite numbers of fp16 between them, and fewer for
+# kernels that take longer.
+EVERY_NUMBER, SOME_NUMBERS = (8, 4, 1984), (1, 2, 128)
+# Configurations that other tests compile for small head dims.
+CONFIGS = {"fp16": "16x16", "bf16": "32x16", "fp32": "16x16"}
 
 
 # Drawn problems of larger head dims are few. Ordinary data show roundings in 16 bits best, and
@@ -41,3 +48,19 @@ def test_keys_of_tiny_weight_are_not_skipped(check_one, subject, device, seed, s
         seed=seed, device=device,
     )  # fmt: skip
     check_one(problem, claims.accuracy)
+
+
+@pytest.mark.asks(G1)
+@pytest.mark.parametrize("dtype", CONFIGS)
+def test_scores_of_every_exponent_are_exponentiated(check_one, subject, device, is_fast, dtype):
+    if dtype not in subject.dtypes or not (subject.m_ne_n and subject.m_gt_n):
+        pytest.skip(f"{subject.name} takes no {dtype} with more rows than keys")
+    B, H, M = EVERY_NUMBER if is_fast else SOME_NUMBERS
+    problem = Problem(
+        B=B, H=H, Hk=H, M=M, N=2, D=1, Dv=1, dtype=dtype, sm_scale=1.0, inputs="swept_scores",
+        seed=1, config=CONFIGS[dtype],
+    )  # fmt: skip
+    fitting = fitted(subject, problem, device)
+    if fitting is None:
+        pytest.skip(f"{subject.name} excludes such problems")
+    check_one(fitting, claims.accuracy)

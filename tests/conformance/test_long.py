@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from fa_verify.conformance.sampled_rows import findings_in_rows, sampled
@@ -14,7 +16,10 @@ from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.comparison.compare import Violation
 from fa_verify.properties.execution.large_memory import refusal_without_room
+from fa_verify.properties.inputs.families import DOUT, INPUTS
+from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
+from fa_verify.shards import shared_kernels
 
 LENGTH = {"cpu": 700, "cuda": 65_536}
 # Beyond some 5,000 keys the bound on lse misses a key too many or too few.
@@ -49,6 +54,17 @@ PATHS = {
     "8 splits": {"dtype": "bf16", "config": "split8", "mask": Mask(causal=True)},
     "64 splits": {**SMALL, "dtype": "fp16", "config": "16x16-split64"},
 }  # fmt: skip
+# Many keys, many rows, and both; sizes that no tile divides.
+LONG_SHAPES = {
+    "keys": {"M": 3, "N": 2_000}, "rows": {"M": 2_000, "N": 3},
+    "square": {"M": 2_100, "N": 2_100, "mask": Mask(causal=True)},
+}  # fmt: skip
+# The families share four tests of each shape.
+PARTS = 4
+# The families of squares on a CPU, where one takes seconds.
+SQUARES_ON_A_CPU = ("rising_max",)
+# Largest head_dim, so that the oracle takes little time.
+FEW_COLUMNS = 32
 # On a CPU, where the default tiles are slow.
 ON_A_CPU = ("packed", "64 splits", "a predicate")
 
@@ -88,6 +104,48 @@ def test_more_than_256_tiles_in_a_row_are_visited(check_one, subject, device, lo
         Dv=min(subject.head_dims or (3,)), config=config, mask=mask, seed=1, device=device,
     )  # fmt: skip
     check_one(problem, claims.accuracy)
+
+
+@pytest.mark.asks(G1)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("shape", LONG_SHAPES)
+def test_every_family_lies_within_the_bound_at_long_rows(
+    check_one, subject, device, is_fast, shape, part
+):
+    if not is_fast:
+        pytest.skip("takes minutes on a CPU")
+    # Kernels that other tests compile.
+    kernels = [
+        (x.dtype, x.config, x.head_dim)
+        for x in shared_kernels(subject, device)
+        if x.head_dim <= FEW_COLUMNS
+    ] or [(x, "default", 16) for x in subject.dtypes]
+    families, douts = [*INPUTS], [*DOUT]
+    for number in range(part, len(families), PARTS):
+        family = families[number]
+        if device == "cpu" and shape == "square" and family not in SQUARES_ON_A_CPU:
+            continue
+        dtype, config, D = kernels[(number + number // len(kernels)) % len(kernels)]
+        problem = Problem(
+            D=D, Dv=D, dtype=dtype, config=config, inputs=family, seed=1,
+            dout=douts[number % len(douts)] if shape == "rows" else "normal",
+            **LONG_SHAPES[shape],
+        )  # fmt: skip
+        fitting = fitted(subject, problem, device)
+        if fitting is not None:
+            check_one(fitting, claims.accuracy)
+
+
+@pytest.mark.asks(G1)
+def test_a_maximum_that_rises_in_small_steps_is_kept_in_range(check_one, subject, device):
+    config = "16x16" if "16x16" in subject.configs else next(iter(subject.configs))
+    problem = Problem(M=3, dtype="bf16", config=config, inputs="rising_max", seed=1)
+    # A step for each tile: the maximum rises by 96 in all.
+    problem = dataclasses.replace(problem, N=25 * subject.numerics_of(problem).block_n)
+    fitting = fitted(subject, problem, device)
+    if fitting is None:
+        pytest.skip(f"{subject.name} excludes such problems")
+    check_one(fitting, claims.accuracy)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import groupby
 
 import pytest
 import torch
@@ -144,6 +145,30 @@ def test_tiny_dout_is_about_1e_5():
 @pytest.mark.parametrize(("family", "value"), [("zero", 0), ("constant", 1)])
 def test_dout_of_one_value(family, value):
     assert (make(dataclasses.replace(LONG, dout=family)).dout == value).all()
+
+
+def rows_with_gradients(dout, seed, M=90):
+    """Whether each row of a head has a gradient, the same in every head."""
+    rows = (make(dataclasses.replace(LONG, M=M, dout=dout, seed=seed)).dout != 0).any(3)
+    assert (rows == rows[0, 0]).all()
+    return rows[0, 0].tolist()
+
+
+@pytest.mark.parametrize(("seed", "length"), [*enumerate((1, 3, 16, 20, 40))])
+def test_a_masked_loss_has_runs_of_rows_without_gradients(seed, length):
+    for start in range(0, 400, 5):
+        runs = [
+            (used, len([*run]))
+            for used, run in groupby(rows_with_gradients("masked", start + seed))
+        ]
+        assert {used for used, _ in runs} == {False, True}
+        assert {size for _, size in runs[1:-1]} <= {length}
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 3))
+def test_one_row_of_each_tile_has_a_gradient(seed):
+    used = rows_with_gradients("one_row_of_a_tile", seed)
+    assert [m for m, there in enumerate(used) if there] == [*range(seed % 16, 90, 16)]
 
 
 @given(problems(dout="one_hot", dirty="zero"))

@@ -10,6 +10,7 @@ from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.inputs.families import TORCH_DTYPES, last_visible
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
+from tests.unit.properties.problems.sampling import drawn
 
 HALF = ("fp16", "bf16")
 LONG = Problem(B=2, H=4, Hk=2, M=61, N=67, D=64, Dv=48, mask=Mask(causal=True))
@@ -106,7 +107,7 @@ def test_near_ties_of_one_channel_are_close_to_0():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("seed", "step"), [(0, 1.0), (1, 4.0), (2, 12.0), (3, 64 / 5), (4, 1.0)])
+@pytest.mark.parametrize(("seed", "step"), [(0, 1.0), (1, 4.0), (2, 12.0), (3, 22.0), (4, 1.0)])
 def test_the_maximum_rises_from_tile_to_tile_by_what_the_seed_says(seed, step, dtype):
     maxima = tile_maxima(dataclasses.replace(LONG, inputs="rising_max", dtype=dtype, seed=seed))
     # q and k are rounded once each; scores are up to four steps.
@@ -115,13 +116,59 @@ def test_the_maximum_rises_from_tile_to_tile_by_what_the_seed_says(seed, step, d
     assert ((maxima.diff(dim=0) - step).abs() <= rounding).all()
 
 
-def test_the_maximum_rises_by_64_in_all_over_a_long_sequence():
-    problem = Problem(M=2, N=3000, inputs="rising_max", dtype="bf16")
-    maxima = tile_maxima(problem)
-    assert (maxima.diff(dim=0) >= 0).all()
-    assert (maxima[8:] > maxima[:-8]).all()
-    assert 60 < (maxima[-1] - maxima[0]).min()
-    assert (maxima[-1] - maxima[0]).max() < 66
+@pytest.mark.parametrize(("N", "width"), [(400, 16), (512, 16), (1000, 32), (2000, 64)])
+def test_the_maximum_rises_to_110_in_at_most_32_steps_that_no_threshold_notices(N, width):
+    maxima = tile_maxima(Problem(M=2, N=N, inputs="rising_max", dtype="bf16", seed=1), width)
+    steps, rise = maxima.diff(dim=0), maxima[-1] - maxima[0]
+    assert len(maxima) <= 32
+    assert (steps > 0).all()
+    # Rescales may be put off until a maximum rises by 8 powers of 2.
+    assert steps.amax() < 8 * math.log(2)
+    # Past the largest exponent of exp in float32.
+    assert 88.8 < rise.amin()
+    assert rise.amax() < 112
+
+
+def test_rows_of_cosine_attention_have_length_1():
+    for D in (1, 2, 5, 64, 127):
+        made = make(dataclasses.replace(LONG, inputs="cosine", dtype="fp64", D=D))
+        for x in (made.q, made.k):
+            assert ((x.square().sum(-1) - 1).abs() < 1e-14).all()
+
+
+def test_large_scales_are_drawn_for_cosine_attention_alone():
+    found = drawn(problems(), 1500)
+    large = [x.scale for x in found if x.inputs == "cosine"]
+    assert {x.inputs for x in found if x.scale > 2} == {"cosine"}
+    assert sum(x > 16 for x in large) >= 0.2 * len(large)
+    assert sum(x < 16 for x in large) >= 0.2 * len(large)
+    assert max(large) == 128
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("sm_scale", [0.25, 1.0])
+def test_swept_scores_are_all_numbers_of_16_bits(dtype, sm_scale):
+    problem = Problem(
+        B=2, H=2, Hk=1, M=2**14, N=3, D=1, Dv=1, dtype=dtype, sm_scale=sm_scale,
+        inputs="swept_scores",
+    )  # fmt: skip
+    got = scores(problem) / sm_scale
+    assert (got[..., 1] == 0).all()
+    assert torch.equal(got[..., 0], got[..., 2])
+    kind = torch.float16 if dtype == "fp16" else torch.bfloat16
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(kind).double()
+    every = every[every.abs() * sm_scale <= 1e5]
+    # The largest is 9.9e4, rounded.
+    assert every.unique().numel() - got[..., 0].unique().numel() <= 4
+    assert set(got[..., 0].unique().tolist()) <= set(every.tolist())
+
+
+def test_swept_scores_of_few_rows_have_every_size():
+    problem = Problem(H=4, Hk=4, M=100, N=2, D=1, Dv=1, dtype="bf16", inputs="swept_scores")
+    x = scores(problem)[..., 0].flatten()
+    exponents = x.abs().clamp(min=2.0**-140).log2().floor()
+    for sign in (x > 0, x < 0):
+        assert set(exponents[sign].tolist()) >= set(range(-126, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.guard_bands import GuardBands, Overrun
+from fa_verify.properties.execution.guard_bands import OTHER_FILL, GuardBands, Overrun, fill_of
 from fa_verify.properties.execution.large_memory import large_memory, spare_memory
 from fa_verify.properties.execution.trial import (
     AttentionTrial,
@@ -29,7 +29,6 @@ from fa_verify.properties.subjects.refusals import ExcludedCallError
 
 __all__ = [
     "FAR",
-    "OTHER_FILL",
     "arena_of",
     "far_offsets",
     "full_overwrite",
@@ -38,8 +37,6 @@ __all__ = [
     "reasons_of_nan",
 ]
 
-# A value of uninitialised memory beside NaN, exact in every dtype.
-OTHER_FILL = -2.75
 # The smallest offset in elements that int32 cannot hold, and the distance from a tensor's first to
 # its last element. The distance is larger, so that the offset of a tile that begins before the last
 # row exceeds int32 too.
@@ -57,12 +54,11 @@ def full_overwrite(trial: AttentionTrial) -> list[Finding]:
     """G6: every element of every output is written, and nothing outside of the outputs.
 
     Runs the problem again with every allocation filled with NaN, or with a plausible number for odd
-    seeds, and surrounded by guard bands. NaN in the place of a number can be right by luck: no
-    maximum is below it. Where NaN gives NaN, a run with another value in the allocations says why.
-    Does not cover allocations inside a library's own operators.
+    seeds, and surrounded by guard bands. Where NaN gives NaN, a run with another value in the
+    allocations says why. Does not cover allocations inside a library's own operators.
     """
-    if trial.problem.seed % 2:
-        fill = OTHER_FILL if trial.problem.seed % 4 == 1 else -OTHER_FILL
+    fill = fill_of(trial.problem.seed)
+    if not math.isnan(fill):
         with GuardBands(fill=fill) as guards:
             again = run_subject(trial.subject, trial.problem, trial.inputs)
         claim = f"is another one if allocations hold {fill} than if they hold NaN"

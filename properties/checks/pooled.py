@@ -16,9 +16,9 @@ from fa_verify.oracles.guarantee import G1, G4, G5, G6, G7, G8, G9, G10, T3
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
-from fa_verify.properties.checks.memory import OTHER_FILL, reasons_of_nan
+from fa_verify.properties.checks.memory import reasons_of_nan
 from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
-from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.guard_bands import OTHER_FILL, GuardBands
 from fa_verify.properties.execution.trial import AttentionTrial, run_pooled
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.subject import Subject

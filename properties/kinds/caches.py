@@ -17,7 +17,7 @@ from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.caches import appended, gathered
-from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.guard_bands import GuardBands, fill_of
 from fa_verify.properties.execution.trial import (
     Judged,
     PlannedRun,
@@ -91,6 +91,9 @@ class CacheTrial(Trial):
 def run(subject: Subject, problem: CacheProblem) -> CacheTrial | None:
     """Run a call with a cache, and judge it by the attention to the keys that the cache holds.
 
+    Rows without a key hold NaN, and what the kernel allocates holds ``fill_of`` the seed. A number
+    in rows that are multiplied by 0 would not show.
+
     Returns:
         The trial; None if the attention is out of range.
 
@@ -103,7 +106,7 @@ def run(subject: Subject, problem: CacheProblem) -> CacheTrial | None:
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs)
     caches = expected(x)
-    got = run_cache(subject, problem, x)
+    got = run_cache(subject, problem, x, fill_of(problem.attention.seed))
     attention = problem.attention
     if not attention.mask.is_plain:
         # A predicate may depend on N: the places of an entry, with or without keys.

@@ -20,7 +20,7 @@ from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.oracles.reference.merging import Merged, merged
-from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.execution.guard_bands import GuardBands, fill_of
 from fa_verify.properties.execution.trial import Judged, SubjectError, Trial, run_states
 from fa_verify.properties.inputs.states import States, empty_rows, make_states
 from fa_verify.properties.kinds.feature import Feature
@@ -96,7 +96,7 @@ class MergeTrial(Trial):
 
 
 def run(subject: Subject, problem: MergeProblem) -> MergeTrial:
-    """Run a merge with its gradients, and judge it.
+    """Run a merge with its gradients, and judge it. New memory holds ``fill_of`` the seed.
 
     Raises:
         SubjectError: The kernel raises, changes an input, or an output has a wrong shape or dtype.
@@ -108,7 +108,10 @@ def run(subject: Subject, problem: MergeProblem) -> MergeTrial:
     convention, states = Convention.of(subject), make_states(problem)
     given = states._replace(lses=convention.written(states.lses))
     exact = given._replace(lses=convention.natural(given.lses))
-    got, bound = run_merge(subject, problem.dtype, given, exact, gradients=subject.backward)
+    got, bound = run_merge(
+        subject, problem.dtype, given, exact, gradients=subject.backward,
+        fill=fill_of(problem.seed),
+    )  # fmt: skip
     if not all(bool(x.isfinite().all()) for x in bound):
         raise RuntimeError(f"the bound is not finite, so nothing was judged: {problem.to_json()}")
     return MergeTrial(subject, problem, given, exact, got, merged(*exact), bound)
@@ -122,6 +125,7 @@ def run_merge(
     *,
     gradients: bool,
     in_turn: bool = True,
+    fill: float = math.nan,
 ) -> tuple[Merged, Merged]:
     """Return the results of a merge, with a natural lse in float64, and their bound.
 
@@ -135,6 +139,7 @@ def run_merge(
         exact: The tensors with natural lses.
         gradients: Whether to compute gradients.
         in_turn: Whether a kernel that refuses the number of parts merges them in turn.
+        fill: Value of what the kernel allocates.
 
     Raises:
         SubjectError: As ``run``.
@@ -142,7 +147,7 @@ def run_merge(
     """
     convention = Convention.of(subject)
     try:
-        with GuardBands() as guards:
+        with GuardBands(fill) as guards:
             got = run_states(subject, given, gradients=gradients)
     except RefusedError:
         if len(given.outs) == 2 or not in_turn:

@@ -418,6 +418,29 @@ def test_sums_of_an_empty_entry_that_are_read_and_not_written_are_found():
     assert "lse of attention is not that of no key in the cache, where new memory holds 1" in told
 
 
+def takes_unwritten_maxima(q, k_cache, v_cache, *, cache_seqlens, **given):
+    """Parts of 8 keys, whose maxima are combined: those past the last key are not written."""
+    out, lse = attend(q, k_cache, v_cache, cache_seqlens=cache_seqlens, **given)
+    held = (0 if given.get("k") is None else given["k"].shape[2]) + cache_seqlens
+    maxima = lse.new_empty(*lse.shape, int(held.max()) // 8 + 1)
+    for b, length in enumerate(held.tolist()):
+        maxima[b, ..., : length // 8 + 1] = lse[b, ..., None]
+    top = lse.new_full(lse.shape, -math.inf)
+    for part in maxima.unbind(3):
+        top = torch.where(part > top, part, top)
+    return out, top
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_maxima_that_are_read_and_not_written_are_found_by_a_plausible_number(seed):
+    attention = dataclasses.replace(ATTENTION, inputs="lse_low_90", seed=seed)
+    problem = dataclasses.replace(PROBLEM, attention=attention)
+    subject = subject_of(takes_unwritten_maxima)
+    found = [check for check in CACHES if found_on(subject, problem, CACHES[check])]
+    # No number is below NaN. A call without a key is asked with a number too.
+    assert {*found} <= {"nothing cached"} if seed % 2 == 0 else "accuracy" in found
+
+
 def test_free_rows_that_a_kernel_of_pages_reads_are_found():
     def reads(q, k_cache, v_cache, **given):
         return paged(q, k_cache, v_cache, **given) + 0 * v_cache.sum()

@@ -11,6 +11,9 @@ from fa_verify.properties.checks import identities, statistics
 
 # Enough rows for a sharp threshold.
 LENGTH = {"cpu": 192, "cuda": 2048}
+# Problems whose errors are pooled, and the rows of each.
+POOLED = {"cpu": (4, 256), "cuda": (16, 2048)}
+LONG = 2000
 
 
 def as_by_independent_roundings(trial):
@@ -24,4 +27,18 @@ def as_by_independent_roundings(trial):
 def test_errors_of_many_rows_are_those_of_independent_roundings(check_one, device, dtype, mask):
     size = LENGTH[device]
     problem = Problem(H=2, Hk=2, M=size, N=size, D=64, Dv=64, dtype=dtype, mask=mask, device=device)
+    check_one(problem, as_by_independent_roundings)
+
+
+@pytest.mark.asks(RMS)
+def test_errors_of_long_rows_are_those_of_independent_roundings_over_many_problems(
+    check_one, device, is_fast
+):
+    if not is_fast:
+        pytest.skip("takes minutes on a CPU")
+    count, rows = POOLED[device]
+    problem = Problem(
+        B=count, M=rows, N=LONG, D=64, Dv=64, dtype="bf16", seeds=tuple(range(1, count + 1)),
+        device=device,
+    )  # fmt: skip
     check_one(problem, as_by_independent_roundings)

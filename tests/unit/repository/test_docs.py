@@ -84,6 +84,9 @@ PARSED = {
     ),
     "python -m benchmarks.power --lengths 16384 --families peaked rising_max needle lse_high "
     "--seeds 3 --out FILE": "needs a GPU",
+    "python -m benchmarks.power --lengths 2000 --rows 2000 --families normal --seeds 3": (
+        "takes minutes"
+    ),
     "python -m benchmarks.numerics --seconds 150 --write": "takes minutes",
     "python -m benchmarks.same_bits --write": "takes minutes",
     "python -m benchmarks.numerics --seconds 120 --kernels path/to/attention.py:attention "

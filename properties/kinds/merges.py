@@ -397,7 +397,8 @@ def _changes(feature: Feature, problem: MergeProblem) -> Iterator[dict[str, Any]
         yield {field: max(1, getattr(problem, field)) for field in ("B", "M")}
     elif name == "parts without keys":
         yield {"parts": with_keys, "hidden": 0}
-        yield {"parts": tuple(keys for keys in parts if keys), "hidden": 0}
+        if any(parts):
+            yield {"parts": tuple(keys for keys in parts if keys), "hidden": 0}
     elif name == "parts without keys in some rows alone":
         # Whole parts saw nothing in place of some of their rows.
         empty = empty_rows(problem).flatten(1).any(1).tolist()

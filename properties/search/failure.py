@@ -70,7 +70,8 @@ _GROWN = 39
 # Factor of the sizes at which a fault of tiles is sought in dtypes whose tiles may be wider.
 _WIDER = 4
 # Sizes whose thresholds and multiples larger problems may refute.
-_SHARPENED = ("M", "N", "D", "Dv", "B", "G", "Hk", "B * H", "M * G", "seqlens_q", "seqlens_k")
+_OF_CALLS = ("M", "N", "D", "Dv", "B", "G")
+_SHARPENED = (*_OF_CALLS, "Hk", "B * H", "M * G", "seqlens_q", "seqlens_k")
 # Other seeds that all fail if sizes are to be named.
 _SEEDS = 4
 # Problems without a feature that are tried: one of them may fail for another cause.
@@ -713,7 +714,8 @@ class Failure:
                     return []
             return [feature]
         sized = what == "above" or what.startswith("is no multiple of")
-        if attention is None or not sized or size not in _SHARPENED:
+        own = isinstance(problem, Problem)
+        if attention is None or not sized or size not in (_SHARPENED if own else _OF_CALLS):
             return [feature]
         number, lower = (size_of(x.attention or attention, size) for x in (problem, below))
         if lower == number - 2:  # the size between lacks another needed feature
@@ -721,8 +723,8 @@ class Failure:
 
         def fails(resize: int, features: Sequence[Feature] = (feature, *needed)) -> bool | None:
             fields = {"H": attention.Hk * resize} if size == "G" else {size: resize}
-            own = resized(attention, {size: resize}) if isinstance(problem, Problem) else [fields]
-            for other in variants(problem, own):
+            changes = resized(attention, {size: resize}) if own else [fields]
+            for other in variants(problem, changes):
                 exact = size_of(other.attention or attention, size) == resize
                 if exact and self._has(other, features) and self._tried_in_time(other).judged:
                     return self._fails_alike(other, kind, [])

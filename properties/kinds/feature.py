@@ -68,6 +68,7 @@ def _implied(features: Iterable[Feature]) -> set[str]:
     found = {"hidden keys"} if names & {*HIDING} else set()
     found |= {"right bound"} if names & {"causal", "window right"} else set()
     found |= {"empty rows"} if "padded rows" in names else set()
+    found |= {"M != N"} if names & {"M > N", "M < N"} else set()
     found |= {"D != Dv"} if names & {"D > Dv", "D < Dv"} else set()
     for name in names:
         size, _, what = name.partition(" ")
@@ -157,6 +158,7 @@ _PHRASES = {
     "window right": "a window to the right",
     "causal": "a causal mask",
     "not causal": "no causal mask",
+    "not grouped": "H = Hk",
     "D != Dv": "Dv other than D",
     "D > Dv": "Dv < D",
     "D < Dv": "Dv > D",

@@ -15,14 +15,14 @@ from fa_verify.oracles.problem import DTYPES, LAYOUTS, TENSORS, Problem
 from fa_verify.properties.inputs.layouts import strides_of
 from fa_verify.properties.kinds.feature import FIELDS, Feature
 
-__all__ = ["features_of", "holds", "resized", "size_of", "without"]
+__all__ = ["features_of", "holds", "of_sizes", "resized", "size_of", "without"]
 
 _DEFAULT = Problem()
 # Sizes that kernels pad to, or that they take for granted. G is the number of query heads that
 # share a key head.
 _MULTIPLES: dict[str, tuple[int, ...]] = {
     "seqlens_q": (16, 32, 64, 128), "seqlens_k": (16, 32, 64, 128),
-    "M or N": (16, 32, 64, 128), "M": (16, 32, 64, 128), "N": (16, 32, 64, 128),
+    "M or N": (16, 32, 64, 128), "M": (2, 16, 32, 64, 128), "N": (2, 16, 32, 64, 128),
     "D": (2, 8, 16, 32, 64), "Dv": (2, 8, 16, 32, 64), "B": (), "G": (2,), "Hk": (), "H": (2,),
     "B * H": (), "M * G": (),
 }  # fmt: skip
@@ -40,9 +40,9 @@ def features_of(problem: Problem) -> list[Feature]:
     """
     names = [
         *("zero size", "empty sequences", "padded rows", "empty rows", "grouped heads"),
-        *("hidden keys", "padded keys"),
+        *("hidden keys", "padded keys", "entries of different lengths"),
         *("predicate", "window left", "right bound", "window right", "causal"),
-        *("M is 1", "M > N", "M < N", "D != Dv", "D > Dv", "D < Dv"),
+        *("M is 1", "M != N", "M > N", "M < N", "D != Dv", "D > Dv", "D < Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
@@ -61,7 +61,7 @@ def features_of(problem: Problem) -> list[Feature]:
             found += [Feature(f"{size} is 1")]
         if size != "M or N":
             found += [Feature(f"{size} above", size_of(problem, size) - 1)]
-    found += [Feature("not causal")]
+    found += [Feature("not causal"), Feature("not grouped")]
     return [x for x in found if holds(x, problem)]
 
 
@@ -135,6 +135,16 @@ def _has_empty_rows(problem: Problem) -> bool:
     return not bool(seen.any(3).all())
 
 
+def _sizes_of_entries(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of rows and of keys of each entry, without padding."""
+    yield from zip(*problem.mask.lengths(problem.B, problem.M, problem.N), strict=True)
+
+
+def _has_different_lengths(problem: Problem) -> bool:
+    lengths = problem.mask.seqlens_q, problem.mask.seqlens_k
+    return any(len({*x}) > 1 for x in lengths if x is not None)
+
+
 def _has_empty_sequences(problem: Problem) -> bool:
     return 0 in (*(problem.mask.seqlens_q or ()), *(problem.mask.seqlens_k or ()))
 
@@ -148,6 +158,7 @@ def _hides_keys(problem: Problem) -> bool:
 _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "zero size": lambda x: 0 in (x.B, x.M, x.N),
     "empty sequences": _has_empty_sequences,
+    "entries of different lengths": _has_different_lengths,
     "empty rows": _has_empty_rows,
     "grouped heads": lambda x: x.G > 1,
     "hidden keys": _hides_keys,
@@ -158,10 +169,12 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "right bound": lambda x: x.mask.right is not None,
     "window right": lambda x: bool(x.mask.right),
     "causal": lambda x: x.mask.causal,
+    "not grouped": lambda x: x.G == 1,
     "not causal": lambda x: x.mask.right is None,
     "M is 1": lambda x: x.M == 1,
-    "M > N": lambda x: x.M > x.N,
-    "M < N": lambda x: x.M < x.N,
+    "M != N": lambda x: any(m != n for m, n in _sizes_of_entries(x)),
+    "M > N": lambda x: any(m > n for m, n in _sizes_of_entries(x)),
+    "M < N": lambda x: any(m < n for m, n in _sizes_of_entries(x)),
     "D != Dv": lambda x: x.D != x.Dv,
     "D > Dv": lambda x: x.D > x.Dv,
     "D < Dv": lambda x: x.D < x.Dv,
@@ -191,6 +204,13 @@ def _changes(
         yield {"M": M + 1, "N": N + 1, "mask": dataclasses.replace(mask, **more)}
         yield {**sizes, "mask": dataclasses.replace(mask, **longer)}
         yield {**sizes, "mask": _unpadded(mask)}
+    elif name == "entries of different lengths":
+        for chosen in (max, min):
+            same: dict[str, Any] = {
+                x: (chosen(lengths),) * problem.B
+                for x in ("seqlens_q", "seqlens_k") if (lengths := getattr(mask, x)) is not None
+            }  # fmt: skip
+            yield {"mask": dataclasses.replace(mask, **same)}
     elif name == "empty rows":
         yield from _without_empty_rows(problem)
     elif name == "hidden keys":
@@ -215,10 +235,14 @@ def _changes(
         yield from _hiding_otherwise(name, problem)
     elif name == "window right" or name == "causal":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
+    elif name == "not grouped":
+        yield from ({"H": groups * problem.H} for groups in (2, 3))
     elif name == "not causal":
         for sizes in ({}, {"M": max(M, N), "N": max(M, N)}):
             yield {**sizes, "mask": dataclasses.replace(mask, causal=True)}
-    elif name in ("M > N", "M < N"):
+    elif name in ("M != N", "M > N", "M < N"):
+        if name != "M != N":
+            yield {"M": N, "N": M, "mask": _unpadded(mask)}
         yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
         for size in (max(M, N), min(M, N)):
             yield {"M": size, "N": size, "mask": _unpadded(mask)}
@@ -330,7 +354,20 @@ def resized(problem: Problem, sizes: dict[str, int]) -> Iterator[dict[str, Any]]
         yield {name: longer, "mask": _changed(mask, size, (number,) * B)}
     elif all(hasattr(problem, x) for x in sizes):
         yield {**sizes}
+        yield {**sizes, "mask": of_sizes(problem, **sizes)}
         yield {**sizes, "mask": _unpadded(mask)}
+
+
+def of_sizes(problem: Problem, **sizes: int) -> Mask:
+    """Return the mask of a problem with lengths that are the same shares of other M and N."""
+    found = problem.mask
+    for name, size in (("seqlens_q", "M"), ("seqlens_k", "N")):
+        old = getattr(problem, size)
+        if (lengths := getattr(found, name)) is not None and old:
+            new = sizes.get(size, old)
+            shares: Any = tuple(x and max(1, x * new // old) for x in lengths)
+            found = dataclasses.replace(found, **{name: shares})
+    return found
 
 
 def _plain(mask: Mask) -> Mask:

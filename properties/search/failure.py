@@ -31,7 +31,6 @@ from fa_verify.oracles.guarantee import (
     G16,
     guarantee_of,
 )
-from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.checks.claims import (
     CLAIMS,
@@ -44,7 +43,7 @@ from fa_verify.properties.checks.claims import (
 from fa_verify.properties.comparison.compare import Finding
 from fa_verify.properties.execution.replay_line import COMMAND, replay_line
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
-from fa_verify.properties.kinds.features import resized, size_of
+from fa_verify.properties.kinds.features import of_sizes, resized, size_of
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.causes import (
     RootCause,
@@ -578,6 +577,8 @@ class Failure:
             return []
         # A product of sizes says less than one of them.
         features = self.kind.features(problem)
+        if isinstance(problem, Problem):  # sizes of 1 have no threshold, and may have a limit
+            features += [Feature(f"{size} above", 1) for size in _OF_CALLS]
         for feature in sorted(features, key=lambda x: (is_of_size(x), " * " not in x.name)):
             if feature.name == "dtype" or feature in needed:
                 continue
@@ -592,6 +593,8 @@ class Failure:
                 {x: size_of(x, size) for x in calls if isinstance(x, Problem)}
                 for calls in (passing, failing)
             )
+            if right and wrong and 0 < max(wrong.values()) < min(right.values()):
+                return self._up_to(size, max(wrong, key=wrong.__getitem__), right, needed, kind)
             if not (right and wrong and 0 < max(right.values()) < min(wrong.values())):
                 continue
             least, below = min(wrong, key=wrong.__getitem__), max(right, key=right.__getitem__)
@@ -599,6 +602,25 @@ class Failure:
             if self._needs(feature, least, kind, needed) is not None:
                 return self._sharpened(feature, least, below, kind, needed)
         return []
+
+    def _up_to(
+        self, size: str, largest: Problem, right: Iterable[Problem], needed: list[Feature],
+        kind: str,
+    ) -> list[Feature]:  # fmt: skip
+        """Return the limit of a size up to which problems fail."""
+        low, high = size_of(largest, size), min(size_of(x, size) for x in right)
+        while high - low > 1:
+            middle = (low + high) // 2
+            changes = variants(largest, resized(largest, {size: middle}))
+            of_size = (x for x in changes if size_of(x, size) == middle and self._has(x, needed))
+            other = next(of_size, None)
+            if other is None:
+                return []
+            if self._fails_alike(other, kind, []):
+                low = middle
+            else:
+                high = middle
+        return [Feature(f"{size} up to", low)]
 
     def _completed(self, problem: Call, features: list[Feature]) -> Call:
         """Return a problem with larger sizes, so that it has features of sizes that it lacks."""
@@ -668,7 +690,7 @@ class Failure:
                 {"H": 2 * attention.H, "Hk": 2 * attention.Hk, "seed": seed + 6 * step},
                 *([{"H": 3 * attention.H}] if attention.G > 1 else []),
                 *islice(resized(problem, {"B": 2 * attention.B}), 1),
-                {"M": M, "N": N, "mask": _longer(attention, M, N), "seed": seed + 7 * step},
+                {"M": M, "N": N, "mask": of_sizes(attention, M=M, N=N), "seed": seed + 7 * step},
             ]
             for place in (1, 2):  # other strides of k and of v
                 if problem.layouts[place] == LAYOUTS[0]:
@@ -708,9 +730,10 @@ class Failure:
         if attention is not None and what.startswith("or N is no multiple"):
             # All other lengths fail, longer ones too.
             more = int(what.split()[-1])
-            for M, N in ((more, more), (3 * more, 3 * more)):
+            for M, N in ((more, more), (3 * more, 3 * more), (1, 0), (0, 1), (1, 1)):
                 longer = changed(problem, M=attention.M + M, N=attention.N + N)
-                if self._tried_in_time(longer).judged and not self._fails_alike(longer, kind, []):
+                alike = self._has(longer, [feature, *needed])
+                if alike and self._passes(longer):
                     return []
             return [feature]
         sized = what == "above" or what.startswith("is no multiple of")
@@ -916,21 +939,11 @@ class Beyond(Runner):
         return found
 
 
-def _longer(problem: Problem, M: int, N: int) -> Mask:
-    """Return the mask of a problem with lengths that are the same shares of other sizes."""
-    found = problem.mask
-    for name, old, new in (("seqlens_q", problem.M, M), ("seqlens_k", problem.N, N)):
-        if (lengths := getattr(found, name)) is not None and old:
-            longer: Any = tuple(-(-x * new // old) for x in lengths)
-            found = dataclasses.replace(found, **{name: longer})
-    return found
-
-
 def _told_apart(features: list[Feature]) -> list[Feature]:
     """Return features in fewer words: the length that is no multiple, and a whole threshold."""
     names, found = {x.name for x in features}, []
     for name, value in features:
-        if name == "M < N" and "M is 1" in names:
+        if name in ("M < N", "M != N") and "M is 1" in names:
             if "N above" in names:
                 continue
             name, value = "N above", 1

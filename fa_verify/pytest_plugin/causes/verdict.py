@@ -72,6 +72,8 @@ _ABOUT = {
     "window right": "Windows to the right",
     "causal": "Causal masks",
     "not causal": "Problems without a causal mask",
+    "entries of different lengths": "Entries of different lengths",
+    "M != N": "Problems of M other than N",
     "M > N": "Problems of M > N",
     "M < N": "Problems of M < N",
     "D != Dv": "Problems of Dv other than D",
@@ -88,8 +90,7 @@ _OF_CHECKS = {
 _EXCLUDING = {
     "zero size": "zero_sizes=False",
     "grouped heads": "gqa=False",
-    "M > N": "m_ne_n=False",
-    "M < N": "m_ne_n=False",
+    **dict.fromkeys(("M != N", "M > N", "M < N"), "m_ne_n=False"),
     **dict.fromkeys(("D != Dv", "D > Dv", "D < Dv"), "dv_ne_d=False"),
     "padded keys": 'masks without "padding"',
     "padded rows": 'masks without "padding"',

@@ -99,8 +99,9 @@ PLANTED = {
     "wide tile": (LONG, "error", {"M above"}),
     "raises": (WIDE, "raises RuntimeError", {"D != Dv"}),
     # The entry without a key has the one of the other, which is no fault of empty rows.
-    "first lengths": (Problem(B=2, N=3, mask=Mask(seqlens_k=(1, 0))), "error", {"padded keys"}),
-}
+    "first lengths": (Problem(B=2, N=3, mask=Mask(seqlens_k=(1, 0))), "error",
+                      {"padded keys", "entries of different lengths"}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PLANTED)
@@ -392,7 +393,8 @@ CONJUNCTIONS = {
     ),
     "a sequence without rows": (
         lambda q, k, v, mask: 0 in (mask.seqlens_q or ()),
-        Problem(B=3, M=4, N=5, mask=Mask(seqlens_q=(2, 0, 4))), {"empty sequences", "B above 1"},
+        Problem(B=3, M=4, N=5, mask=Mask(seqlens_q=(2, 0, 4))),
+        {"empty sequences", "entries of different lengths"},
     ),
     "strides of k for v": (
         lambda q, k, v, mask: k.shape[2] > 1 and k.stride(2) != v.stride(2),
@@ -418,6 +420,22 @@ CONJUNCTIONS = {
     "one row and many keys": (
         lambda q, k, v, mask: q.shape[2] == 1 and k.shape[2] > 64,
         Problem(N=90), {"M is 1", "N above 64"},
+    ),
+    "odd numbers of keys": (
+        lambda q, k, v, mask: k.shape[2] % 2, Problem(M=4, N=37), {"N is no multiple of 2"},
+    ),
+    "lengths that differ": (
+        lambda q, k, v, mask: len({*(mask.seqlens_k or ())}) > 1,
+        Problem(B=3, M=4, N=9, mask=Mask(seqlens_k=(9, 4, 7))),
+        {"padded keys", "entries of different lengths"},
+    ),
+    "no groups beside a second tile": (
+        lambda q, k, v, mask: q.shape[1] == k.shape[1] and k.shape[2] > 64,
+        Problem(H=3, Hk=3, M=4, N=90), {"not grouped", "N above 64"},
+    ),
+    "windows between rows and keys of other numbers": (
+        lambda q, k, v, mask: mask.window_left is not None and q.shape[2] != k.shape[2],
+        Problem(M=4, N=9, mask=Mask(window_left=3)), {"window left", "M != N"},
     ),
     "packed rows of a group": (
         lambda q, k, v, mask: mask.causal and q.shape[1] > k.shape[1]

@@ -241,9 +241,10 @@ def _changes(
         for sizes in ({}, {"M": max(M, N), "N": max(M, N)}):
             yield {**sizes, "mask": dataclasses.replace(mask, causal=True)}
     elif name in ("M != N", "M > N", "M < N"):
+        yield {"M": max(M, N), "N": max(M, N)}
         if name != "M != N":
             yield {"M": N, "N": M, "mask": _unpadded(mask)}
-        yield from ({"M": size, "N": size} for size in (max(M, N), min(M, N)))
+        yield {"M": min(M, N), "N": min(M, N)}
         for size in (max(M, N), min(M, N)):
             yield {"M": size, "N": size, "mask": _unpadded(mask)}
     elif name == "D != Dv":

@@ -67,6 +67,7 @@ def _implied(features: Iterable[Feature]) -> set[str]:
     names = {x.name for x in features}
     found = {"hidden keys"} if names & {*HIDING} else set()
     found |= {"right bound"} if names & {"causal", "window right"} else set()
+    found |= {"not causal"} if "window right" in names else set()
     found |= {"empty rows"} if "padded rows" in names else set()
     found |= {"M != N"} if names & {"M > N", "M < N"} else set()
     found |= {"D != Dv"} if names & {"D > Dv", "D < Dv"} else set()
@@ -164,5 +165,6 @@ _PHRASES = {
     "D < Dv": "Dv > D",
     "k and v of other strides": "strides of v that differ from those of k",
     "G is no power of two": "H / Hk not a power of two",
+    "H is no power of two": "H not a power of two",
     "several problems": "several problems in a batch",
 }

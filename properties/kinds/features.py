@@ -55,8 +55,8 @@ def features_of(problem: Problem) -> list[Feature]:
     found += [Feature("B * H is no multiple of 8")]
     for size, multiples in _MULTIPLES.items():
         found += [Feature(f"{size} is no multiple of {x}") for x in multiples]
-        if size == "G":
-            found += [Feature("G is no power of two")]
+        if size in ("G", "H"):
+            found += [Feature(f"{size} is no power of two")]
         if size in ("N", "D", "Dv"):
             found += [Feature(f"{size} is 1")]
         if size != "M or N":
@@ -170,7 +170,7 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "window right": lambda x: bool(x.mask.right),
     "causal": lambda x: x.mask.causal,
     "not grouped": lambda x: x.G == 1,
-    "not causal": lambda x: x.mask.right is None,
+    "not causal": lambda x: not x.mask.causal,
     "M is 1": lambda x: x.M == 1,
     "M != N": lambda x: any(m != n for m, n in _sizes_of_entries(x)),
     "M > N": lambda x: any(m > n for m, n in _sizes_of_entries(x)),
@@ -180,6 +180,7 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "D < Dv": lambda x: x.D < x.Dv,
     "k and v of other strides": lambda x: _strides(x, 1) != _strides(x, 2),
     "G is no power of two": lambda x: x.G.bit_count() > 1,
+    "H is no power of two": lambda x: x.H.bit_count() > 1,
     "several problems": lambda x: bool(x.seeds),
 }
 
@@ -239,7 +240,7 @@ def _changes(
         yield from ({"H": groups * problem.H} for groups in (2, 3))
     elif name == "not causal":
         for sizes in ({}, {"M": max(M, N), "N": max(M, N)}):
-            yield {**sizes, "mask": dataclasses.replace(mask, causal=True)}
+            yield {**sizes, "mask": dataclasses.replace(mask, causal=True, window_right=None)}
     elif name in ("M != N", "M > N", "M < N"):
         yield {"M": max(M, N), "N": max(M, N)}
         if name != "M != N":
@@ -263,6 +264,10 @@ def _changes(
         q, k, v, dout = problem.layouts
         for both in dict.fromkeys((k, v, LAYOUTS[0])):
             yield {"layouts": (q, both, both, dout), "Dv": problem.D}
+    elif name == "H is no power of two":
+        lower = 1 << problem.H.bit_length() - 1
+        heads = ((x, x if problem.H == problem.Hk else 1) for x in (2 * lower, lower))
+        yield from ({"H": H, "Hk": Hk} for H, Hk in heads)
     elif name == "G is no power of two":
         lower = 1 << problem.G.bit_length() - 1
         yield from ({"H": x * problem.Hk} for x in (2 * lower, lower))
@@ -289,8 +294,9 @@ def _resized(feature: Feature, problem: Problem) -> Iterator[dict[str, Any]]:
     if " multiple of " in name:
         size, how, words = re.split(r" is (no|a) multiple of ", name)
         step, names = int(words), size.split(" or ")
-        if size == "G":
-            wanted = [{size: x} for x in (2 * problem.G, problem.G + 1, problem.G - 1) if x]
+        if size in ("G", "H"):
+            number = size_of(problem, size)
+            wanted = [{size: x} for x in (2 * number, number + 1, number - 1) if x]
         elif size == "B * H":
             wanted = [{"B": step}, {size: size_of(problem, size) // step * step + step}]
         elif how == "a":

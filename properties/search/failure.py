@@ -780,7 +780,10 @@ class Failure:
             return [Feature(f"{size} above", lower)]
         low = max((x for x, how in failing.items() if how), default=number)
         if any(x < low and not how for x, how in failing.items()):
-            return []  # neither all larger ones nor those up to a second threshold fail
+            # Neither all larger ones nor those up to a second threshold fail: it may be a parity.
+            smaller = {lower - 1, lower - 2, lower // 2, lower // 2 + 1, lower * 3 // 4}
+            right = [fails(x, needed) is False for x in smaller if x > 0]
+            return [Feature(f"{size} above", lower)] if right and all(right) else []
         high = min((x for x, how in failing.items() if not how and x > low), default=None)
         if high is None:
             return [Feature(f"{size} above", lower)]

@@ -421,6 +421,18 @@ CONJUNCTIONS = {
         lambda q, k, v, mask: q.shape[2] == 1 and k.shape[2] > 64,
         Problem(N=90), {"M is 1", "N above 64"},
     ),
+    "heads that are masked by H - 1": (
+        lambda q, k, v, mask: q.shape[1].bit_count() > 1,
+        Problem(H=6, Hk=6, M=4, N=9), {"H is no power of two"},
+    ),
+    "a right window beside causal masks that hold": (
+        lambda q, k, v, mask: mask.right is not None and not mask.causal,
+        Problem(M=6, N=9, mask=Mask(window_right=2)), {"right bound", "not causal"},
+    ),
+    "every second tile of rows from the third on": (
+        lambda q, k, v, mask: q.shape[2] > 32 and -(-q.shape[2] // 16) % 2,
+        Problem(M=47, N=5), {"M above 32", "M is no multiple of 32"},
+    ),
     "odd numbers of keys": (
         lambda q, k, v, mask: k.shape[2] % 2, Problem(M=4, N=37), {"N is no multiple of 2"},
     ),

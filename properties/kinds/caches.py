@@ -53,7 +53,8 @@ _FIRST = ("zero size", "empty rows", "grouped heads")
 # Features of the attention that say nothing of a call with a cache: it has lengths and no gradient.
 _NOT_OF_CACHES = (
     "hidden keys", "padded keys", "empty sequences", "dirty", "dout", "dlse", "M != N", "M > N",
-    "M < N", "entries of different lengths", "D > Dv", "D < Dv", "k and v of other strides",
+    "M < N", "entries of different lengths", "D > Dv", "D < Dv", "q and k of other strides",
+    "q and v of other strides", "k and v of other strides",
 )  # fmt: skip
 _NOT_OF_SIZES = ("N ", "M or N ", "seqlens_", "B * ", "M * ", "M is a ", "layout of ")
 # Pairs of rows and keys of which a mask is made to see whether it hides keys.

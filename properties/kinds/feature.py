@@ -163,6 +163,8 @@ _PHRASES = {
     "D != Dv": "Dv other than D",
     "D > Dv": "Dv < D",
     "D < Dv": "Dv > D",
+    "q and k of other strides": "strides of k that differ from those of q",
+    "q and v of other strides": "strides of v that differ from those of q",
     "k and v of other strides": "strides of v that differ from those of k",
     "G is no power of two": "H / Hk not a power of two",
     "H is no power of two": "H not a power of two",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +49,8 @@ def features_of(problem: Problem) -> list[Feature]:
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
     found += [Feature(name, (str(getattr(problem, name)),)) for name in FIELDS]
     found += [Feature(f"layout of {name}") for name in TENSORS]
-    found += [Feature("k and v of other strides"), Feature("several problems")]
+    found += [Feature(f"{names} of other strides") for names in _PAIRS]
+    found += [Feature("several problems")]
     found += [
         Feature(f"{size} is a multiple of {x}") for size, tiles in _WHOLE.items() for x in tiles
     ]
@@ -99,11 +101,30 @@ def size_of(problem: Problem, size: str) -> int:
     return math.prod(getattr(problem, x) for x in size.split(" * "))
 
 
-def _strides(problem: Problem, place: int) -> tuple[int, ...]:
-    """Return the strides of k or v, but for those of sizes of 1."""
-    sizes = problem.B, problem.Hk, problem.N, problem.D if place == 1 else problem.Dv
-    strides = strides_of(problem.layouts[place], *sizes)
-    return tuple(x for x, size in zip(strides, sizes, strict=True) if size > 1)
+# Pairs of tensors of which a kernel may read one with the strides of the other.
+_PAIRS = {"q and k": (0, 1), "q and v": (0, 2), "k and v": (1, 2)}
+
+
+def _have_other_strides(problem: Problem, names: str) -> bool:
+    """Return whether two tensors have other strides, but for those of sizes of 1.
+
+    Batch entries and heads of q are compared with no others: their sizes may differ.
+    """
+    sizes = {
+        0: (problem.B, problem.H, problem.M, problem.D),
+        1: (problem.B, problem.Hk, problem.N, problem.D),
+        2: (problem.B, problem.Hk, problem.N, problem.Dv),
+    }
+    first, second = (
+        [
+            (size, x)
+            for size, x in zip(sizes[i], strides_of(problem.layouts[i], *sizes[i]), strict=True)
+        ]
+        for i in _PAIRS[names]
+    )
+    start = 2 if names[0] == "q" else 0
+    pairs = zip(first[start:], second[start:], strict=True)
+    return any(m > 1 and n > 1 and x != y for (m, x), (n, y) in pairs)
 
 
 def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:
@@ -178,7 +199,10 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "D != Dv": lambda x: x.D != x.Dv,
     "D > Dv": lambda x: x.D > x.Dv,
     "D < Dv": lambda x: x.D < x.Dv,
-    "k and v of other strides": lambda x: _strides(x, 1) != _strides(x, 2),
+    **{
+        f"{names} of other strides": functools.partial(_have_other_strides, names=names)
+        for names in _PAIRS
+    },
     "G is no power of two": lambda x: x.G.bit_count() > 1,
     "H is no power of two": lambda x: x.H.bit_count() > 1,
     "several problems": lambda x: bool(x.seeds),
@@ -260,10 +284,12 @@ def _changes(
         place = TENSORS.index(name.split()[2])
         layouts = problem.layouts
         yield {"layouts": (*layouts[:place], LAYOUTS[0], *layouts[place + 1 :])}
-    elif name == "k and v of other strides":
-        q, k, v, dout = problem.layouts
-        for both in dict.fromkeys((k, v, LAYOUTS[0])):
-            yield {"layouts": (q, both, both, dout), "Dv": problem.D}
+    elif name.endswith(" of other strides"):
+        places = _PAIRS[name.removesuffix(" of other strides")]
+        for both in dict.fromkeys((*(problem.layouts[i] for i in places), LAYOUTS[0])):
+            given = enumerate(problem.layouts)
+            same = {"layouts": tuple(both if i in places else x for i, x in given)}
+            yield {**same, "Dv": problem.D if 2 in places else problem.Dv}
     elif name == "H is no power of two":
         lower = 1 << problem.H.bit_length() - 1
         heads = ((x, x if problem.H == problem.Hk else 1) for x in (2 * lower, lower))

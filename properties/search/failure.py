@@ -692,7 +692,7 @@ class Failure:
                 *islice(resized(problem, {"B": 2 * attention.B}), 1),
                 {"M": M, "N": N, "mask": of_sizes(attention, M=M, N=N), "seed": seed + 7 * step},
             ]
-            for place in (1, 2):  # other strides of k and of v
+            for place in range(3):  # other strides of q, of k and of v
                 if problem.layouts[place] == LAYOUTS[0]:
                     before, after = problem.layouts[:place], problem.layouts[place + 1 :]
                     changes.append({"layouts": (*before, "padded", *after)})

@@ -401,6 +401,11 @@ CONJUNCTIONS = {
         Problem(M=3, N=5, layouts=("bhsd", "bhsd", "padded", "bhsd")),
         {"k and v of other strides"},
     ),
+    "strides of q for k": (
+        lambda q, k, v, mask: q.shape[2] > 1 and k.shape[2] > 1 and q.stride(2) != k.stride(2),
+        Problem(M=3, N=5, layouts=("bhsd", "padded", "bhsd", "bhsd")),
+        {"q and k of other strides"},
+    ),
     "many heads, not all in whole swizzles": (
         lambda q, k, v, mask: len(q) * q.shape[1] > 8 and len(q) * q.shape[1] % 8,
         Problem(B=3, H=5, Hk=5, M=3, N=5), {"B * H above 8", "B * H is no multiple of 8"},

@@ -106,7 +106,7 @@ _PAIRS = {"q and k": (0, 1), "q and v": (0, 2), "k and v": (1, 2)}
 
 
 def _have_other_strides(problem: Problem, names: str) -> bool:
-    """Return whether two tensors have other strides, but for those of sizes of 1.
+    """Return whether two tensors have other strides, but where both have a size of 1.
 
     Batch entries and heads of q are compared with no others: their sizes may differ.
     """
@@ -124,7 +124,7 @@ def _have_other_strides(problem: Problem, names: str) -> bool:
     )
     start = 2 if names[0] == "q" else 0
     pairs = zip(first[start:], second[start:], strict=True)
-    return any(m > 1 and n > 1 and x != y for (m, x), (n, y) in pairs)
+    return any(max(m, n) > 1 and x != y for (m, x), (n, y) in pairs)
 
 
 def without(feature: Feature, problem: Problem, configs: Iterable[str] = ()) -> Iterator[Problem]:

@@ -404,7 +404,7 @@ CONJUNCTIONS = {
     "strides of q for k": (
         lambda q, k, v, mask: q.shape[2] > 1 and k.shape[2] > 1 and q.stride(2) != k.stride(2),
         Problem(M=3, N=5, layouts=("bhsd", "padded", "bhsd", "bhsd")),
-        {"q and k of other strides"},
+        {"q and k of other strides", "M above 1", "N above 1"},
     ),
     "many heads, not all in whole swizzles": (
         lambda q, k, v, mask: len(q) * q.shape[1] > 8 and len(q) * q.shape[1] % 8,

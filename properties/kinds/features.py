@@ -219,23 +219,14 @@ def _changes(
         yield {size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}
         yield {**{size: max(1, getattr(problem, size)) for size in ("B", "M", "N")}, "mask": Mask()}
     elif name == "empty sequences":
-        more: dict[str, Any]
-        longer: dict[str, Any] = {
-            x: tuple(length or 1 for length in lengths)
-            for x in ("seqlens_q", "seqlens_k") if (lengths := getattr(mask, x)) is not None
-        }  # fmt: skip
+        more = _with_lengths(mask, lambda lengths: tuple(x + 1 for x in lengths))
+        yield {"M": M + 1, "N": N + 1, "mask": more}
         sizes = {"M": max(M, 1), "N": max(N, 1)}
-        more = {x: tuple(length + 1 for length in getattr(mask, x)) for x in longer}
-        yield {"M": M + 1, "N": N + 1, "mask": dataclasses.replace(mask, **more)}
-        yield {**sizes, "mask": dataclasses.replace(mask, **longer)}
+        yield {**sizes, "mask": _with_lengths(mask, lambda lengths: tuple(x or 1 for x in lengths))}
         yield {**sizes, "mask": _unpadded(mask)}
     elif name == "entries of different lengths":
-        for chosen in (max, min):
-            same: dict[str, Any] = {
-                x: (chosen(lengths),) * problem.B
-                for x in ("seqlens_q", "seqlens_k") if (lengths := getattr(mask, x)) is not None
-            }  # fmt: skip
-            yield {"mask": dataclasses.replace(mask, **same)}
+        yield {"mask": _with_lengths(mask, lambda lengths: (max(lengths),) * len(lengths))}
+        yield {"mask": _with_lengths(mask, lambda lengths: (min(lengths),) * len(lengths))}
     elif name == "empty rows":
         yield from _without_empty_rows(problem)
     elif name == "hidden keys":
@@ -290,13 +281,10 @@ def _changes(
             given = enumerate(problem.layouts)
             same = {"layouts": tuple(both if i in places else x for i, x in given)}
             yield {**same, "Dv": problem.D if 2 in places else problem.Dv}
-    elif name == "H is no power of two":
-        lower = 1 << problem.H.bit_length() - 1
-        heads = ((x, x if problem.H == problem.Hk else 1) for x in (2 * lower, lower))
-        yield from ({"H": H, "Hk": Hk} for H, Hk in heads)
-    elif name == "G is no power of two":
-        lower = 1 << problem.G.bit_length() - 1
-        yield from ({"H": x * problem.Hk} for x in (2 * lower, lower))
+    elif name.endswith(" is no power of two"):
+        lower = 1 << size_of(problem, name[0]).bit_length() - 1
+        for power in (2 * lower, lower):
+            yield from resized(problem, {name[0]: power})
     elif name == "several problems":
         yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
     else:
@@ -401,6 +389,13 @@ def of_sizes(problem: Problem, **sizes: int) -> Mask:
             shares: Any = tuple(x and max(1, x * new // old) for x in lengths)
             found = dataclasses.replace(found, **{name: shares})
     return found
+
+
+def _with_lengths(mask: Mask, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Mask:
+    """Return a mask with other lengths of rows and of keys, where it has any."""
+    given = {name: getattr(mask, name) for name in ("seqlens_q", "seqlens_k")}
+    changed: dict[str, Any] = {name: change(x) for name, x in given.items() if x is not None}
+    return dataclasses.replace(mask, **changed)
 
 
 def _plain(mask: Mask) -> Mask:

@@ -81,6 +81,7 @@ _MOST_NEW = 3
 _MOST_FRESH, _EARLIER = 8, 64
 # Distance of seeds with the same way of calling: a multiple of counts of ways and gradients.
 _SAME_WAY = 720
+
 # Layouts of which no two tensors have the same strides, and with each tensor's columns apart.
 _STRIDED = (
     ("bshd", "padded", "transposed", "bhsd"), ("transposed", "bhsd", "padded", "bshd"),

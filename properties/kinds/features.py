@@ -43,7 +43,7 @@ def features_of(problem: Problem) -> list[Feature]:
         *("zero size", "empty sequences", "padded rows", "empty rows", "grouped heads"),
         *("hidden keys", "padded keys", "entries of different lengths"),
         *("predicate", "window left", "right bound", "window right", "causal"),
-        *("M is 1", "M != N", "M > N", "M < N", "D != Dv", "D > Dv", "D < Dv"),
+        *("M is 1", "M > N", "M < N", "M != N", "D > Dv", "D < Dv", "D != Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
@@ -221,6 +221,9 @@ def _changes(
     elif name == "empty sequences":
         more = _with_lengths(mask, lambda lengths: tuple(x + 1 for x in lengths))
         yield {"M": M + 1, "N": N + 1, "mask": more}
+        # Rows that see no key otherwise.
+        yield {"M": N + 1, "mask": Mask(causal=True)}
+        yield {"M": M + 1, "mask": Mask(seqlens_q=(M,) * problem.B)}
         sizes = {"M": max(M, 1), "N": max(N, 1)}
         yield {**sizes, "mask": _with_lengths(mask, lambda lengths: tuple(x or 1 for x in lengths))}
         yield {**sizes, "mask": _unpadded(mask)}

@@ -161,13 +161,14 @@ class RootCause:
             return False
         if self.check == other.check == G12.key:
             return True
-        if not self.is_like(other.kind, other.outputs):
+        by_chance = self.depends_on == other.depends_on == "chance"
+        if not self.is_like(self.kind if by_chance else other.kind, other.outputs):
             return False
         if self.depends_on or other.depends_on:
             # One call of a check of many fails by chance, too.
             many = other.after is None and guarantee_of(other.guarantee) == G13.key
-            by_chance = self.runs is not None and self.runs[0] > 0 and many
-            return self.depends_on == other.depends_on or by_chance
+            of_many = self.runs is not None and self.runs[0] > 0 and many
+            return self.depends_on == other.depends_on or of_many
         theirs = {x.name: x.value for x in other.features}
         if self.check != other.check:
             return False

@@ -253,8 +253,8 @@ class Failure:
         """Return the cause of a problem that fails in some of its runs alone."""
         first = self._seen[self.problem]
         claim, count = self.claim, _RUNS
-        if guarantee_of((first.findings or self._findings)[0].guarantee) in (G10.key, G13.key):
-            # Checks of many calls: one of them may have failed by chance.
+        if self.problem.kind == "attention" and self._key in _OTHER_CALLS:
+            # Checks of several calls: one of them may have failed by chance.
             claim, count = accuracy, _MORE_RUNS
         runs = self._runs(self.problem, claim, count)
         if all(runs) or (claim is not self.claim and not any(runs)):
@@ -295,7 +295,8 @@ class Failure:
                     return [cause.number]
                 continue
             features = [x for x in cause.features if self.kind.holds(x, problem)]
-            if not {*cause.hard} <= {*features}:
+            # Lengths of 0 are padded keys, though no row sees some keys alone.
+            if not {*sharpest(cause.hard)} <= {*features}:
                 continue
             for beside in self._beside(problem, cause.hard):
                 beyond = self._of(beside)
@@ -377,6 +378,10 @@ class Failure:
         outcome = dataclasses.replace(outcome, findings=[found[0], *outcome.findings])
         after = self._after(smallest)
         if after is not None:
+            fresh = self._runs_freshly(smallest, _MORE_RUNS)
+            # What differs in the same calls depends on chance, on no call before.
+            if fresh.count(False) and fresh[:-1] != self._runs_freshly(smallest, _MORE_RUNS - 1):
+                return self._cause(outcome, runs=(fresh.count(False), len(fresh)))
             return self._cause(outcome, after=after)
         cause = self._with_features(outcome, problem)
         # A fault of chance fails the first runs now and then, and no feature tells it apart.
@@ -403,6 +408,7 @@ class Failure:
             passing += more
             needed = self._unrefuted(needed, tried, kind)
         with suppress(_OutOfTimeError):
+            needed = self._supported(needed, tried, kind)
             needed += self._separating(needed, tried, kind) if steady is not None else []
         needed = _told_apart(needed)
         # There are more ways to lack a feature of masks that others imply.
@@ -531,7 +537,7 @@ class Failure:
             outcome = self._tried_in_time(beside)
             alone = alone and not outcome.judged
             if outcome.passes or (outcome.findings and vanished(kind, outcome.kind)):
-                others = islice(self._without(feature, problem), _NEAREST)
+                others = [*dict.fromkeys(self._without(feature, problem))][:_NEAREST]
                 refuting = (
                     x for x in chain(self._alike(beside), others)
                     if not self.kind.holds(feature, x) and self._fails_alike(x, kind, needed)
@@ -563,6 +569,19 @@ class Failure:
                         return self._unrefuted(others, problem, kind)
                 except _OutOfTimeError:
                     return needed
+        return needed
+
+    def _supported(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
+        """Return the needed features without multiples that nothing shows beside a threshold.
+
+        Whole tiles below the threshold pass anyway, and those above it may be out of range.
+        """
+        sizes = {x.name.removesuffix(" above") for x in needed if x.name.endswith(" above")}
+        for feature in needed:
+            size, _, multiple = feature.name.partition(" is no multiple of ")
+            others = [x for x in needed if x != feature]
+            if multiple and size in sizes and not self._needs(feature, problem, kind, others):
+                return self._supported(others, problem, kind)
         return needed
 
     def _separating(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
@@ -892,8 +911,17 @@ class Failure:
             calls = shorter
         return tuple(calls)
 
+    def _runs_freshly(self, problem: Call, count: int) -> list[bool | None]:
+        """Return whether a problem passes, each time that one fresh process runs it."""
+        return self._freshly([problem] * count) or []
+
     def _passes_freshly(self, calls: Sequence[Call], name: str | None = None) -> bool | None:
-        """Return whether the last of some calls passes in a fresh process; None if unknown.
+        """Return whether the last of some calls passes in a fresh process; None if unknown."""
+        found = self._freshly(calls, name)
+        return None if found is None else found[-1]
+
+    def _freshly(self, calls: Sequence[Call], name: str | None = None) -> list[bool | None] | None:
+        """Return whether each of some calls passes in a fresh process; None if unknown.
 
         The check has a name; that of the failure by default, empty for the standing ones alone.
         """
@@ -907,8 +935,7 @@ class Failure:
             first = self._of(calls[-1]).findings or self._findings
             if not name and guarantee_of(first[0].guarantee) not in standing:
                 return None  # the check is no row of claims
-        found = self._fresh(calls, name)
-        return None if found is None else found[-1]
+        return self._fresh(calls, name)
 
 
 class Beyond(Runner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -508,6 +509,26 @@ def test_a_call_that_fails_in_some_runs_needs_no_feature():
     assert cause.depends_on == "chance"
 
 
+def test_what_differs_in_the_same_calls_of_fresh_processes_depends_on_chance():
+    """No call before is named, though the problem passes alone, and fails after others once."""
+    runner = runner_with(lambda out, q, k, v: out * (1 + (q.shape[1] == 2)))
+    assert not runner.findings(Problem(N=5), accuracy)
+    passes = random.Random(3)
+    asked = []
+
+    def fresh(calls, name):
+        asked.append(len(calls))
+        return [passes.random() < 0.75 for _ in calls[:-1]] + [len(asked) != 2]
+
+    found = runner.findings(Problem(H=2, M=3, N=7), accuracy)
+    store = Known()
+    Failure(runner, accuracy, found, store, fresh).causes()
+    (cause,) = store.known()
+    assert asked[:2] == [1, 2]
+    assert cause.depends_on == "chance"
+    assert cause.runs[1] == 9
+
+
 def kept_tiles():
     """A kernel that keeps the number of tiles of its first call."""
     tiles = []
@@ -538,7 +559,8 @@ def test_a_call_that_fails_only_after_another_has_the_shortest_sequence():
     assert cause.after == (Problem(N=5),)
     assert cause.depends_on == "earlier calls"
     assert not cause.features
-    assert asked == [(1, "G1"), (2, "G1")]
+    # The problem passes each of the last runs alone.
+    assert asked == [(1, "G1"), (2, "G1"), (9, "G1")]
     # Another failure of the same cause is no new one.
     again = runner.findings(Problem(M=9, N=33), accuracy)
     assert Failure(runner, accuracy, again, store, fresh).causes() == [cause.number]

@@ -26,7 +26,10 @@ FIELDS = {
 # Features at which an error first shows, beside those of sizes.
 _SOFT = frozenset(("inputs", "dout", "sm_scale", "config", "lse family", "out family"))
 # The ways to hide keys.
-HIDING = ("empty rows", "padded keys", "predicate", "window left", "right bound", "causal")
+HIDING = (
+    "empty rows", "padded keys", "predicate", "window left of 0", "window left", "right bound",
+    "causal", "diagonal",
+)  # fmt: skip
 _OF_SIZES = re.compile(r" (above|up to|is \d+|is (?:no|a) multiple of \d+|is no power of two)$")
 
 
@@ -71,7 +74,16 @@ def _implied(features: Iterable[Feature]) -> set[str]:
     found |= {"empty rows"} if "padded rows" in names else set()
     found |= {"M != N"} if names & {"M > N", "M < N"} else set()
     found |= {"D != Dv"} if names & {"D > Dv", "D < Dv"} else set()
+    found |= {"window left"} if "window left of 0" in names else set()
+    bounds = {"window left of 0", "window left", "right bound", "causal"}
+    found |= {"diagonal"} if names & bounds else set()
     for name in names:
+        if " stride of " in name:
+            tensor = name.split()[-1]
+            found |= {f"layout of {tensor}"}
+            # No layout has the one without the other.
+            implied = {"column": ("row",), "batch": ("head", "row")}.get(name.split()[0], ())
+            found |= {f"{x} stride of {tensor}" for x in implied}
         size, _, what = name.partition(" ")
         if size in ("M", "N") and what.startswith("is no multiple"):
             found.add(f"M or N {what}")
@@ -143,6 +155,12 @@ def phrase(feature: Feature) -> str:
         return name.replace(" is ", " = ")
     if name.startswith("layout of "):
         return f"{name.split()[2]} not contiguous"
+    if " stride of " in name:
+        dimension, tensor = name.split(" stride of ")
+        sizes = ("Hk * N" if tensor in "kv" else "H * M") + (" * D" if tensor in "qk" else " * Dv")
+        start = ("batch", "head", "row").index(dimension) if dimension != "column" else None
+        dense = "1" if start is None else " * ".join(sizes.split(" * ")[start:])
+        return f"a {dimension} stride of {tensor} other than {dense}"
     return name
 
 
@@ -154,10 +172,12 @@ _PHRASES = {
     "padded keys": "padded keys",
     "padded rows": "padded rows",
     "predicate": "a mask with a predicate",
+    "window left of 0": "window_left = 0",
     "window left": "a window to the left",
     "right bound": "keys hidden to the right",
     "window right": "a window to the right",
     "causal": "a causal mask",
+    "diagonal": "a causal mask or a window",
     "not causal": "no causal mask",
     "not grouped": "H = Hk",
     "D != Dv": "Dv other than D",

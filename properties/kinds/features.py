@@ -29,7 +29,9 @@ _MULTIPLES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Whole tiles, for which kernels leave out the masks of ragged ones; the widest first, as its
 # problems have the others too.
-_WHOLE = {"M": (128, 64, 32, 16), "N": (128, 64, 32, 16)}
+_WHOLE = {"M": (128, 64, 32, 16), "N": (128, 64, 32, 16), "D": (8,)}
+# Dimensions of a tensor by the words for their strides; where columns are apart, rows are too.
+_DIMENSIONS = {"column": 3, "batch": 0, "head": 1, "row": 2}
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
 _MOST_PAIRS = 2**25
 
@@ -42,12 +44,21 @@ def features_of(problem: Problem) -> list[Feature]:
     names = [
         *("zero size", "empty sequences", "padded rows", "empty rows", "grouped heads"),
         *("hidden keys", "padded keys", "entries of different lengths"),
-        *("predicate", "window left", "right bound", "window right", "causal"),
+        *(
+            "predicate",
+            "window left of 0",
+            "window left",
+            "right bound",
+            "window right",
+            "causal",
+            "diagonal",
+        ),
         *("M is 1", "M > N", "M < N", "M != N", "D > Dv", "D < Dv", "D != Dv"),
     ]
     found = [Feature(name) for name in names]
     found += [Feature(name, (getattr(problem, name),)) for name in ("dtype", "config")]
     found += [Feature(name, (str(getattr(problem, name)),)) for name in FIELDS]
+    found += [Feature(f"{stride} stride of {x}") for x in TENSORS for stride in _DIMENSIONS]
     found += [Feature(f"layout of {name}") for name in TENSORS]
     found += [Feature(f"{names} of other strides") for names in _PAIRS]
     found += [Feature("several problems")]
@@ -78,6 +89,8 @@ def holds(feature: Feature, problem: Problem) -> bool:
         return bool(getattr(problem, name) != getattr(_DEFAULT, name))
     if name.startswith("layout of "):
         return problem.layouts[TENSORS.index(name.split()[2])] != LAYOUTS[0]
+    if " stride of " in name:
+        return _has_other_stride(problem, *name.split(" stride of "))
     if " multiple of " in name:
         size, how, multiple = re.split(r" is (no|a) multiple of ", name)
         numbers = [size_of(problem, x) for x in size.split(" or ")]
@@ -101,6 +114,18 @@ def size_of(problem: Problem, size: str) -> int:
     return math.prod(getattr(problem, x) for x in size.split(" * "))
 
 
+def _shape(problem: Problem, tensor: str) -> tuple[int, int, int, int]:
+    heads, rows = (problem.H, problem.M) if tensor in ("q", "dout") else (problem.Hk, problem.N)
+    return problem.B, heads, rows, problem.D if tensor in ("q", "k") else problem.Dv
+
+
+def _has_other_stride(problem: Problem, dimension: str, tensor: str) -> bool:
+    """Return whether a dimension of a tensor has another stride than in contiguous storage."""
+    place, sizes = _DIMENSIONS[dimension], _shape(problem, tensor)
+    layout = problem.layouts[TENSORS.index(tensor)]
+    return sizes[place] > 1 and strides_of(layout, *sizes)[place] != math.prod(sizes[place + 1 :])
+
+
 # Pairs of tensors of which a kernel may read one with the strides of the other.
 _PAIRS = {"q and k": (0, 1), "q and v": (0, 2), "k and v": (1, 2)}
 
@@ -110,11 +135,7 @@ def _have_other_strides(problem: Problem, names: str) -> bool:
 
     Batch entries and heads of q are compared with no others: their sizes may differ.
     """
-    sizes = {
-        0: (problem.B, problem.H, problem.M, problem.D),
-        1: (problem.B, problem.Hk, problem.N, problem.D),
-        2: (problem.B, problem.Hk, problem.N, problem.Dv),
-    }
+    sizes = [_shape(problem, x) for x in TENSORS]
     first, second = (
         [
             (size, x)
@@ -186,10 +207,12 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "padded keys": lambda x: x.mask.seqlens_k is not None,
     "padded rows": lambda x: x.mask.seqlens_q is not None,
     "predicate": lambda x: not x.mask.is_plain,
+    "window left of 0": lambda x: x.mask.window_left == 0,
     "window left": lambda x: x.mask.window_left is not None,
     "right bound": lambda x: x.mask.right is not None,
     "window right": lambda x: bool(x.mask.right),
     "causal": lambda x: x.mask.causal,
+    "diagonal": lambda x: x.mask.right is not None or x.mask.window_left is not None,
     "not grouped": lambda x: x.G == 1,
     "not causal": lambda x: not x.mask.causal,
     "M is 1": lambda x: x.M == 1,
@@ -246,12 +269,21 @@ def _changes(
             yield {"M": N + 1, "mask": Mask(causal=True, seqlens_k=mask.seqlens_k)}
     elif name == "predicate":
         yield {"mask": _plain(mask)}
+    elif name == "window left of 0":
+        for keys in (1, 2):  # the first keys of a row are hidden, still
+            longer = mask.seqlens_k and tuple(x + keys for x in mask.seqlens_k)
+            wide = dataclasses.replace(mask, window_left=keys, seqlens_k=longer)
+            yield {"N": N + keys, "mask": wide}
+        yield from _hiding_otherwise("window left", problem)
     elif name == "window left":
         yield {"mask": _changed(mask, "window_left", None)}
         yield from _hiding_otherwise(name, problem)
     elif name == "right bound":
-        yield {"mask": dataclasses.replace(mask, causal=False, window_right=None)}
+        yield {"mask": _unbounded(mask)}
         yield from _hiding_otherwise(name, problem)
+    elif name == "diagonal":
+        yield {"mask": _changed(_unbounded(mask), "window_left", None)}
+        yield from ({"mask": Mask(seqlens_k=(keys,) * problem.B)} for keys in {0, max(N - 1, 0)})
     elif name == "window right" or name == "causal":
         yield {"mask": dataclasses.replace(mask, causal=False, window_right=0)}
     elif name == "not grouped":
@@ -269,15 +301,22 @@ def _changes(
     elif name == "D != Dv":
         yield from ({"D": size, "Dv": size} for size in (problem.D, problem.Dv))
     elif name in ("D > Dv", "D < Dv"):
-        yield from ({"Dv": problem.D}, {"D": problem.Dv, "Dv": problem.D})
+        yield {"Dv": problem.D}
+        below, above = (problem.Dv - 1) // 8 * 8, (problem.Dv // 8 + 1) * 8
+        other = below if problem.D > problem.Dv else above
+        yield from [{"D": other}] * (other > 0)
+        yield {"D": problem.Dv, "Dv": problem.D}
     elif name in ("dtype", "config"):
         yield from ({name: other} for other in (DTYPES if name == "dtype" else configs))
     elif name in FIELDS:
         yield {name: getattr(_DEFAULT, name)}
-    elif name.startswith("layout of "):
-        place = TENSORS.index(name.split()[2])
+    elif name.startswith("layout of ") or " stride of " in name:
+        place = TENSORS.index(name.split()[-1])
         layouts = problem.layouts
-        yield {"layouts": (*layouts[:place], LAYOUTS[0], *layouts[place + 1 :])}
+        others = LAYOUTS[:1] if name.startswith("layout") else LAYOUTS[1:] + LAYOUTS[:1]
+        yield from ({"layouts": (*layouts[:place], x, *layouts[place + 1 :])} for x in others)
+        if name.startswith("row"):  # one row has no stride, and may have columns apart
+            yield {"N" if name[-1] in "kv" else "M": 1}
     elif name.endswith(" of other strides"):
         places = _PAIRS[name.removesuffix(" of other strides")]
         for both in dict.fromkeys((*(problem.layouts[i] for i in places), LAYOUTS[0])):
@@ -300,6 +339,8 @@ def _hiding_otherwise(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
         yield {"mask": Mask(causal=True)}
     if name != "window left":
         yield {"mask": Mask(window_left=0)}
+        if name == "right bound":  # with its lengths
+            yield {"N": problem.N + 1, "mask": _changed(_unbounded(problem.mask), "window_left", 0)}
     for keys in (0, problem.N - 1):
         if keys >= 0 and name != "padded keys":
             yield {"mask": Mask(seqlens_k=(keys,) * problem.B)}
@@ -411,6 +452,10 @@ def _plain(mask: Mask) -> Mask:
 
 def _changed(mask: Mask, field: str, value: Any) -> Mask:
     return dataclasses.replace(mask, **{field: value})
+
+
+def _unbounded(mask: Mask) -> Mask:
+    return dataclasses.replace(mask, causal=False, window_right=None)
 
 
 def _unpadded(mask: Mask) -> Mask:

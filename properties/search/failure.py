@@ -372,6 +372,7 @@ class Failure:
             *({"dtype": dtype} for dtype in ("fp32", "fp16") if dtype in subject.dtypes),
             {"config": next(iter(subject.configs))},
         ]
+        self._drawn = problem
         found = minimized(problem, before.findings, self._unexplained, plain)
         smallest = found[0].problem
         outcome = self._of(smallest) if smallest in self._seen else before
@@ -542,12 +543,25 @@ class Failure:
                     x for x in chain(self._alike(beside), others)
                     if not self.kind.holds(feature, x) and self._fails_alike(x, kind, needed)
                 )  # fmt: skip
-                return None if next(refuting, None) is not None else beside
+                refuted = next(refuting, None) is not None
+                return None if refuted or self._fails_larger(feature, kind, needed) else beside
             if outcome.findings:
                 if not isinstance(self._known(beside, self._causes), list):
                     return None
                 explained = explained or beside
         return problem if alone else explained
+
+    def _fails_larger(self, feature: Feature, kind: str, needed: list[Feature]) -> bool:
+        """Return whether the problem before it was minimised fails alike without a feature.
+
+        The smallest problem may have it by accident: no window of 0 keys crosses a tile.
+        """
+        nearest = [*dict.fromkeys(self._without(feature, self._drawn))][:_NEAREST]
+        nearest += [] if self.kind.holds(feature, self._drawn) else [self._drawn]
+        outcomes = [self._of(x) for x in nearest if self._fails_alike(x, kind, needed)]
+        outputs = {*self._of(self._drawn).outputs}
+        # It may fail for another cause.
+        return any({*x.outputs} == outputs and _is_alike(x.kind, kind) for x in outcomes)
 
     def _has(self, problem: Call, features: Iterable[Feature]) -> bool:
         return all(self.kind.holds(x, problem) for x in features)
@@ -996,6 +1010,11 @@ def _guarantee_of_check(claim: Check) -> str:
     """Return the key of the guarantee that a check asks, if it makes calls of its own."""
     keys = (x.guarantee.key for x in CLAIMS if x.check is claim and not x.standing)
     return next((x for x in keys if x in _OTHER_CALLS), "")
+
+
+def _is_alike(kind: str, other: str) -> bool:
+    """Return whether two kinds are one, or wrong numbers both."""
+    return kind == other or {kind, other} == {"error", "slight"}
 
 
 def _dtypes_of(subject: Subject) -> tuple[str, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, G16, guarantee_of
-from fa_verify.oracles.problem import DTYPES
+from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft, phrase, sharpest
 from fa_verify.properties.search.causes import RootCause, described, difference
 from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
@@ -68,9 +69,11 @@ _ABOUT = {
     "padded rows": "Padded rows",
     "predicate": "Masks with a predicate",
     "window left": "Windows to the left",
+    "window left of 0": "Windows to the left of 0 keys",
     "right bound": "Masks bounded to the right",
     "window right": "Windows to the right",
     "causal": "Causal masks",
+    "diagonal": "Causal masks and windows",
     "not causal": "Problems without a causal mask",
     "entries of different lengths": "Entries of different lengths",
     "M != N": "Problems of M other than N",
@@ -122,6 +125,8 @@ def title(cause: RootCause) -> str:
         )
     first = features[0] if features else None
     about = "Every problem" if first is None else _ABOUT.get(first.name) or _problems_with(first)
+    if first is not None and first.name == "empty rows" and not _is_in_empty_row(cause):
+        about = _problems_with(first)
     one = first is None and cause.every
     if first is None and not cause.every:
         about = "Some problems"
@@ -140,6 +145,17 @@ def title(cause: RootCause) -> str:
     if does is None:
         does = f"{'fails' if one else 'fail'}: {_what(cause)}"
     return _with(f"{about} {does}", named)
+
+
+def _is_in_empty_row(cause: RootCause) -> bool:
+    """Return whether the first wrong element is of a row that sees no key, as far as is known."""
+    problem = cause.problem
+    place = dict(re.findall(r"(\w+)=(\d+)", cause.finding.get("where") or ""))
+    if not isinstance(problem, Problem) or not {"b", "h", "m"} <= {*place}:
+        return True
+    seen = problem.mask.dense(problem.B, problem.H, problem.M, problem.N)
+    b, h, m = (int(place[x]) for x in ("b", "h", "m"))
+    return not bool(seen.expand(problem.B, problem.H, -1, -1)[b, h, m].any())
 
 
 def _what(cause: RootCause) -> str:

@@ -627,7 +627,7 @@ def test_strides_that_are_wrong_nearby_are_no_distant_offsets():
     Failure(runner, claims.far_offsets, found, store).causes()
     (cause,) = store.known()
     assert cause.check == ""
-    assert [x.name for x in cause.hard] == ["layout of k"]
+    assert [x.name for x in cause.hard] == ["column stride of k"]
 
 
 def test_outputs_that_a_cause_of_every_problem_leaves_right_have_another_cause():

@@ -12,7 +12,7 @@ import torch
 from fa_verify.oracles.bounds.bias import BiasBound, bias_error
 from fa_verify.oracles.bounds.given_forward import Returned
 from fa_verify.oracles.bounds.sinks import SinkBound, sink_error
-from fa_verify.oracles.guarantee import BACKWARD, G1, T3
+from fa_verify.oracles.guarantee import BACKWARD, G1, G16, T3
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
@@ -44,6 +44,11 @@ def bias_gradient(trial: AttentionTrial) -> list[Finding]:
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
     if inputs.bias is None or not subject.backward:
         return []
+    if problem.all_seeds[0] % 2 and problem.B * problem.H * problem.M * problem.N <= _MOST_PAIRS:
+        # As an expanded tensor, whose elements share their memory and have a gradient each.
+        whole = inputs.bias.expand(problem.B, problem.H, problem.M, problem.N)
+        inputs = inputs._replace(bias=whole)
+        trial = dataclasses.replace(trial, inputs=inputs)
     with suppress(OutOfRangeError):
         return judge_bias_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dbias"))
     return []
@@ -60,7 +65,8 @@ def sink_gradient(trial: AttentionTrial) -> list[Finding]:
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
     if inputs.sinks is None or not subject.backward or problem.N == 0:
         return []
-    return judge_sink_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dsinks"))
+    found = judge_sink_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dsinks"))
+    return found or _changed_later(trial, "dsinks")
 
 
 def judge_bias_gradient(trial: AttentionTrial, run: Callable[[], GradientRun]) -> list[Finding]:
@@ -113,6 +119,18 @@ def judge_sink_gradient(trial: AttentionTrial, run: Callable[[], GradientRun]) -
 
 
 _LEAVES = "leaves the derived bound"
+# Pairs of a row and a key of which each has an element of dbias.
+_MOST_PAIRS = 2**18
+
+
+def _changed_later(trial: AttentionTrial, output: str) -> list[Finding]:
+    """G16: a gradient stays as it is in the next backward, whose gradient may be added to it."""
+    subject, problem, inputs = trial.subject, trial.problem, trial.inputs
+    got = run_gradient(subject, problem, inputs, output).gradient
+    kept = got.clone()
+    run_gradient(subject, problem, inputs._replace(dout=-inputs.dout / 2), output)
+    claim = "changes in the backward of the next call"
+    return _beyond(trial, output, got, kept, torch.zeros_like(kept), G16.key, claim)
 
 
 def _scores(trial: AttentionTrial) -> dict[str, Any]:

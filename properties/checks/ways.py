@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +41,11 @@ from fa_verify.properties.subjects.ways import OF_BACKWARD, OF_FORWARD, way_of, 
 __all__ = ["one_way"]
 
 _Results = Mapping[str, torch.Tensor]
-# A kernel run in another way: the results, and the guarantee that promises their bits.
-_Runs = Iterator[tuple[_Results, str]]
+# A kernel run in another way: the results, the guarantee that promises their bits, and words for
+# this run, if the way makes others too.
+_Runs = Iterator[tuple[_Results, str] | tuple[_Results, str, str]]
+# What PyTorch says of a backward that needs a tensor that was changed in place.
+_CHANGED = "modified by an inplace operation"
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,31 @@ def _after_an_exception(calls: _Calls) -> _Runs:
 
 
 def _interleaved(calls: _Calls) -> _Runs:
-    """Yield the backward of a call, and its results after that, after another call."""
+    """Yield the backward of a call, and its results after that, after another call.
+
+    Then the gradients of a call whose out the caller has changed in place, as ``out += x`` does. A
+    backward that needs out may refuse.
+    """
     with calls.open(calls.given()) as first:
         calls.run(calls.changed())
         got = first.backward()
     yield got, G16.key
+    if not calls.gradients:
+        return
+    try:
+        with calls.open(calls.given()) as call:
+            try:
+                with torch.no_grad():
+                    call.results["out"].mul_(2)
+            except RuntimeError:  # a view that a kernel made is not to be changed
+                return
+            got = call.backward()
+    except SubjectError as error:
+        if _CHANGED not in str(error):
+            raise
+        return
+    gradients = {name: got[name] for name in calls.gradients}
+    yield gradients, G16.key, "in a backward after out was changed in place"
 
 
 def _in_two_threads(calls: _Calls) -> _Runs:
@@ -154,10 +178,16 @@ def _without_gradients(calls: _Calls) -> _Runs:
 
 
 def _second_backward(calls: _Calls) -> _Runs:
-    """Yield two backwards of one forward, each with the results of the forward after it."""
+    """Yield two backwards of one forward, each with the results of the forward after it.
+
+    Then one in another thread than the forward.
+    """
     with calls.open(calls.given()) as call:
         runs = [call.backward(retain_graph=True) for _ in range(2)]
     yield from ((got, G16.key) for got in runs)
+    with calls.open(calls.given()) as call, ThreadPoolExecutor(1) as thread:
+        got = thread.submit(call.backward).result()
+    yield got, G16.key, "in a backward in another thread"
 
 
 def _some_gradients(calls: _Calls) -> _Runs:
@@ -287,13 +317,14 @@ def one_way(trial: AttentionTrial | MergeTrial | CacheTrial) -> list[Finding]:
     got = tuple(copies) if kind == "cache" else type(got)(*copies)
     trial = dataclasses.replace(trial, got=got)
     try:
-        for again, promise in _WAYS[words](_KINDS[kind](trial)):
+        for again, promise, *own in _WAYS[words](_KINDS[kind](trial)):
             promised = subject.promises(promise, trial.problem.config)
             results = dict(again)
+            if kind == "merge" and "lse" in results:
+                results["lse"] = Convention.of(subject).natural(results["lse"])
             if kind == "merge":
-                results["lse"] = Convention.of(subject).natural(again["lse"])
                 promised = tuple(results) if promised else ()
-            claim = f"differs {words}"
+            claim = f"differs {own[0] if own else words}"
             findings = same_or_inside(trial, results, G16, claim, promised=promised)
             if findings:
                 return findings

@@ -112,12 +112,16 @@ def _write(inputs: Any, values: Any) -> None:
 
 
 def _changed_in_place(calls: _Calls) -> _Runs:
-    """Yield a call whose inputs held other values, at the same addresses, in the call before."""
-    inputs = calls.changed()
+    """Yield calls whose inputs held other values, at the same addresses, in the call before.
+
+    Without gradients they are the same objects, too.
+    """
     before, after = calls.in_place or (calls.call, calls.call)
-    dataclasses.replace(calls, call=before).run(inputs)
-    _write(inputs, calls.make())
-    yield dataclasses.replace(calls, call=after).run(inputs), G16.key
+    for wanted in dict.fromkeys((calls.gradients, ())):
+        inputs = calls.changed()
+        dataclasses.replace(calls, call=before).run(inputs, wanted=wanted)
+        _write(inputs, calls.make())
+        yield dataclasses.replace(calls, call=after).run(inputs, wanted=wanted), G16.key
 
 
 def _after_an_exception(calls: _Calls) -> _Runs:
@@ -223,10 +227,10 @@ def _ways(trial: Trial) -> tuple[str, ...]:
 
 def _of_attention(trial: AttentionTrial) -> _Calls:
     subject, problem = trial.subject, trial.problem
-    before = problem
+    # Other lengths of the same number, sum and maximum.
+    before = dataclasses.replace(problem, mask=_rotated(problem.mask))
     if subject.varlen:
         subject = dataclasses.replace(subject, call=with_kept_offsets(subject.call))
-        before = dataclasses.replace(problem, mask=_rotated(problem.mask))
     return _Calls(
         trial,
         given=lambda: trial.inputs,

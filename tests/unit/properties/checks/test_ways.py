@@ -108,12 +108,17 @@ def subject(fault):
         if fault == "flag" and q.shape[3] != k.shape[3]:
             Stateful.kept["raised"] = True
             raise ValueError("k has another head_dim")
+        if fault == "object" and not k.requires_grad:
+            k = Stateful.kept.setdefault(id(k), (k, k.clone()))[1]
+        if fault == "lengths" and mask.seqlens_k is not None:
+            key = seen.shape, sum(mask.seqlens_k)
+            seen = Stateful.kept.setdefault(key, seen)
         out = Stateful.apply(q, k, v, seen, sm_scale, fault)
         if fault == "one buffer in inference" and not torch.is_grad_enabled():
             return Stateful.kept.setdefault(out.shape, torch.empty_like(out)).copy_(out)
         return 1.1 * out if fault == "not in training" and not torch.is_grad_enabled() else out
 
-    kernel.gqa, kernel.masks, kernel.dtypes = False, ("causal",), ("fp32",)
+    kernel.gqa, kernel.masks, kernel.dtypes = False, ("causal", "padding"), ("fp32",)
     kernel.bitwise = ("G10",)
     return Subject.of(kernel, "kernel")
 
@@ -137,6 +142,22 @@ def test_a_result_without_gradients_is_not_written_to_by_the_next_call():
     fault = "one buffer in inference"
     (finding,) = (x for seed in range(len(WAYS)) for x in found(fault, seed, one_way))
     assert "without gradients" in finding.claim
+
+
+def test_a_tensor_that_needs_no_gradient_is_the_same_object_after_a_change_in_place():
+    assert found("object", 0, accuracy) == []
+    (finding,) = (x for seed in range(len(WAYS)) for x in found("object", seed, one_way))
+    assert WAYS[0] in finding.claim
+
+
+def test_lengths_in_another_order_are_those_of_another_call():
+    problem = dataclasses.replace(PROBLEM, mask=Mask(seqlens_k=(3, 7)))
+    for fault in ("", "lengths"):
+        one = subject(fault)
+        trial = run_trial(one, problem)
+        assert accuracy(trial) == []
+        Stateful.kept.clear()
+        assert bool(one_way(trial)) == bool(fault)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -15,7 +15,6 @@ from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
 from fa_verify.forks import Ended, in_forks
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.equivalent import EQUIVALENT
 from tests.mutation.mutants.operators import mechanical
 from tests.mutation.report import markdown_table
 
@@ -62,8 +61,8 @@ def main() -> None:
 
 def _mutants(sources: dict[str, str]) -> list[Mutant]:
     """Recorded faults, independent mutants and a share of the mechanical mutants."""
-    made = [x for x in mechanical(sources) if x.key not in EQUIVALENT]
-    return [x for x in (*FAULTS, *INDEPENDENT, *made[::EVERY]) if not x.equivalent]
+    named = [x for x in (*FAULTS, *INDEPENDENT) if not x.equivalent]
+    return [*named, *mechanical(sources)[::EVERY]]
 
 
 def _report(

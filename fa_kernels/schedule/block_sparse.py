@@ -139,6 +139,7 @@ def block_maps(
         m_blocks = _blocks(M, max(t.block_m for t in tiles), fine.block_m)
         n_blocks = _blocks(N, max(t.block_n for t in tiles), fine.block_n)
         shape = (B, H, m_blocks, n_blocks, 3)
+        # equivalent: The product has a factor of 3, so it is never 2**31 itself.
         if math.prod(shape) >= _MOST:
             raise NotImplementedError(
                 f"mask has a predicate, and M = {M}, N = {N} make {math.prod(shape) // 3:,} tiles "
@@ -179,6 +180,7 @@ def _lists(some: torch.Tensor, full: torch.Tensor, fine: Tile, tile: Tile) -> to
         x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)) for x in (some, full)
     )  # (B, H, tiles, rows, tiles of the other sequence, columns)
     some, full = some.any(5).any(3), full.all(5).all(3)
+    # equivalent: Any number above 1 sorts hidden tiles behind the others.
     kind = torch.where(some, full, 2)
     counts = torch.stack([(kind == 0).sum(3), (kind == 1).sum(3)], 3)
     return torch.cat([counts, kind.argsort(stable=True)], 3).to(torch.int32)

@@ -38,7 +38,8 @@ class Mutant:
         origin: Where the fault was shipped, or the operator that generated the mutant.
         caught_by: The guarantees and checks that should detect it ("G1", "G4", "T3", "ranges").
         hidden: The inputs on which the fault has no effect: "while a row spans one tile".
-        equivalent: Why the fault has no effect on any valid input; empty if it has.
+        equivalent: Why the fault has no effect on any valid input; empty if it has. For a
+            generated mutant, why survivors of its line have none.
         missed: Why the suite does not detect the fault although it has an effect.
         key: For a generated mutant, its file, function, operator and the number of the proposal.
     """

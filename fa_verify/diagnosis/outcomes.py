@@ -64,11 +64,11 @@ class Outcome:
 
     @property
     def refuted(self) -> bool:
-        """Whether the mutant is listed as equivalent, but was noticed."""
+        """Whether a named fault is said to be equivalent, but was noticed."""
         return self.noticed and bool(self.equivalent)
 
 
-def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> Outcome:
+def outcome(source: str, mutant: Mutant, ended: Ended) -> Outcome:
     """Return the outcome of a mutant that was checked in a fork."""
     verdict = ended.value if ended.how == "returned" else Verdict()
     kills = verdict.kills
@@ -92,7 +92,8 @@ def outcome(source: str, mutant: Mutant, ended: Ended, equivalent: str = "") -> 
         step=kills[0].step if kills else -1,
         detail=detail,
         seconds=verdict.seconds if ended.how == "returned" else ended.seconds,
-        equivalent=equivalent,
+        # The reason at a line explains survivors; other mutants of the line may be killed.
+        equivalent="" if mutant.key and end != "survived" else mutant.equivalent,
         missed=mutant.missed,
     )
 

@@ -3,7 +3,6 @@
 python -m tests.mutation [source ...] [options]
 python -m tests.mutation harness [--every N] [--seed S]
 python -m tests.mutation mechanical [--draw N | --full] [--seed S]
-python -m tests.mutation equivalents [--rekey OLD_TREE] [--apply]
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import Ended, in_forks
 from tests.mutation.harness import sites
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants import equivalent
-from tests.mutation.mutants.changes import change_of
-from tests.mutation.mutants.equivalent import EQUIVALENT
 from tests.mutation.mutants.operators import HOPPER_SITES, draw, mechanical
-from tests.mutation.report import summary, tables
+from tests.mutation.report import failed, summary, tables
 
 if TYPE_CHECKING:
     from fa_verify.properties.execution.trial import PlannedRun
@@ -42,14 +38,11 @@ SECONDS = 900.0
 # One in so many mechanical mutants of the harness is run.
 EVERY = 300
 # So many mechanical mutants of the kernels are judged.
-DRAW = 300
+DRAW = 200
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every survivor is explained and no listed reason is refuted."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["equivalents"]:
-        return equivalent.main(arguments[1:])
+    """Returns 0 if every named fault is killed and the share of the others holds."""
     options = _options(arguments)
     kernels = sources_of(PACKAGE)
     found: list[Outcome] = []
@@ -69,8 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         picture.draw(found, folder / "kills.png")
     print(summary(found))
     print(f"written to {folder}")
-    # Survivors among sampled mutants of the harness only lower the kill rate.
-    return int(any(x.refuted or (x.unexplained and x.source != "sampled") for x in found))
+    return int(failed(found))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,7 +98,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="names that hold this text")
     parser.add_argument("--out", default="build/mutation", metavar="FOLDER", help="for the reports")
     options = parser.parse_args(arguments)
-    # Mutants of Hopper's kernels take long, and their survivors are not explained yet.
+    # Mutants of Hopper's kernels take long.
     options.sources = options.sources or [x for x in SOURCES if x != "hopper"]
     unknown = set(options.sources) - set(SOURCES)
     if unknown:
@@ -117,7 +109,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[str, Mutant]]:
     """Mutants of the kernels that the options select, as (source, mutant)."""
     made, on_hopper = mechanical(kernels), mechanical(kernels, HOPPER_SITES)
-    equivalent.check_listed((*made, *on_hopper))
     made = [x for x in made if options.only in x.name]
     drawn = made if options.full else draw(made, options.draw, options.seed)
     if len(drawn) < len(made) and "mechanical" in options.sources:
@@ -134,8 +125,8 @@ def _chosen(kernels: dict[str, str], options: argparse.Namespace) -> list[tuple[
         for mutant in mutants
         if source in options.sources
         and options.only in mutant.name
-        # An equivalent mutant passes every step, so it takes the longest.
-        and (options.matrix or not mutant.equivalent)
+        # A named fault without effect passes every step, so it takes the longest.
+        and (options.matrix or mutant.key or not mutant.equivalent)
     ]
 
 
@@ -170,7 +161,6 @@ def _kernels(
     lists = {source: of_sources.get(source, STEPS) for source, _ in chosen}
     questions = {steps: asked(steps) for steps in set(lists.values())}
     warmed(next(iter(questions.values())))
-    spots = {} if options.matrix else _spots(kernels, chosen, lists, questions)
     history = History(kill_order())
     unmutated = 0.0
     if any(source == "mechanical" for source, _ in chosen):
@@ -179,14 +169,11 @@ def _kernels(
     def works() -> Iterator[Callable[[], Verdict]]:
         """Yields the work of each mutant once it can start, so that earlier kills are known."""
         for source, mutant in chosen:
-            spot = mutant.key in spots
-            steps, planned = (
-                spots[mutant.key] if spot else (lists[source], questions[lists[source]])
-            )
+            steps = lists[source]
             yield partial(
-                judged_kernels, kernels, mutant, steps, planned,
-                first=() if spot else history.first(source, mutant),
-                full=options.matrix, units=-1 if spot else units.get(source, len(QUICK)),
+                judged_kernels, kernels, mutant, steps, questions[steps],
+                first=history.first(source, mutant),
+                full=options.matrix, units=units.get(source, len(QUICK)),
                 unmutated=unmutated,
                 prepare=emulate if source == "hopper" else None,
             )  # fmt: skip
@@ -221,30 +208,6 @@ def _control(
     return seconds
 
 
-def _spots(
-    kernels: dict[str, str],
-    chosen: list[tuple[str, Mutant]],
-    lists: dict[str, tuple[Step, ...]],
-    questions: dict[tuple[Step, ...], list[PlannedRun]],
-) -> dict[str, tuple[list[Step], list[PlannedRun]]]:
-    """The few steps to run for each mutant listed as equivalent, by its key."""
-    from tests.mutation.judging.spot_checks import lines_run, steps_of
-    from tests.mutation.judging.trials import QUICK
-
-    listed = [(source, mutant) for source, mutant in chosen if mutant.key in EQUIVALENT]
-    run = {"hopper": [frozenset()] * len(lists["hopper"])} if "hopper" in lists else {}
-    if any(source == "mechanical" for source, _ in listed):
-        trace = partial(lines_run, kernels, QUICK, questions[lists["mechanical"]][: len(QUICK)])
-        (traced,) = in_forks([trace], jobs=1, seconds=3600.0)
-        run["mechanical"] = traced.value
-    found = {}
-    for source, mutant in listed:
-        numbers = steps_of(change_of(kernels, mutant), run[source])
-        steps, asked = lists[source], questions[lists[source]]
-        found[mutant.key] = [steps[i] for i in numbers], [asked[i] for i in numbers]
-    return found
-
-
 def _judged(
     chosen: list[tuple[str, Mutant]],
     works: Iterable[Callable[[], object]],
@@ -261,8 +224,7 @@ def _judged(
     for ended in in_forks(works, jobs=options.jobs, seconds=seconds):
         source, mutant = chosen[ended.number]
         tell(source, mutant, ended)
-        reason = mutant.equivalent or EQUIVALENT.get(mutant.key, "")
-        result = found[ended.number] = outcome(source, mutant, ended, reason)
+        result = found[ended.number] = outcome(source, mutant, ended)
         by = f" by {', '.join(result.checks)}" if result.checks else ""
         print(
             f"[{len(found)}/{len(chosen)}, {time.monotonic() - started:.0f} s] "

@@ -41,7 +41,6 @@ from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
 from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.equivalent import EQUIVALENT
 from tests.mutation.mutants.operators import mechanical
 
 if TYPE_CHECKING:
@@ -133,8 +132,8 @@ def drawn(key: str, one_in: int) -> bool:
 
 
 def _mutants() -> Iterator[tuple[str, Mutant]]:
-    """Yields (list, mutant) of those that are not equivalent."""
-    made = [x for x in mechanical(sources_of(PACKAGE)) if x.key not in EQUIVALENT]
+    """Yields (list, mutant)."""
+    made = mechanical(sources_of(PACKAGE))
     others = [x for x in made if x.key.startswith(_OF_CALLS) and not x.key.startswith(_OF_TILES)]
     lists: dict[str, Sequence[Mutant]] = {
         "independent": INDEPENDENT, "subtle": SUBTLE, "on record": FAULTS,
@@ -142,7 +141,8 @@ def _mutants() -> Iterator[tuple[str, Mutant]]:
         "mechanical": [x for x in others if drawn(x.key, 32)],
     }  # fmt: skip
     for source, mutants in lists.items():
-        kept = (x for x in mutants if not x.equivalent and (x.key or x.name) not in _SEEN)
+        kept = (x for x in mutants if x.key or not x.equivalent)
+        kept = (x for x in kept if (x.key or x.name) not in _SEEN)
         yield from ((source, x) for x in kept)
 
 

@@ -9,7 +9,12 @@ from collections.abc import Iterable, Sequence
 from fa_verify.diagnosis.outcomes import ENDS, Outcome
 from tests.mutation.harness.sites import rate_interval
 
-__all__ = ["markdown_table", "summary", "tables"]
+__all__ = ["failed", "markdown_table", "summary", "tables"]
+
+# Sources of mechanical mutants, with what they are mutants of. Their survivors lower a share.
+SAMPLED = {"sampled": "harness", "mechanical": "kernels", "hopper": "Hopper kernels"}
+# The share of mechanical mutants of the kernels that is noticed, on record.
+ON_RECORD = 0.92
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -22,13 +27,12 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         killing = [x.seconds for x in of_source if x.end == "killed"]
         speed = f"; median kill {statistics.median(killing):.2f} s" if killing else ""
         lines.append(f"{source}: {len(of_source)} mutants, {counted}{speed}")
-    for source, of in (("sampled", "harness"), ("mechanical", "kernels")):
-        # Mutants that no input can show are no part of the rate.
-        if asked := [x for x in outcomes if x.source == source and not x.equivalent]:
-            noticed = sum(x.noticed for x in asked)
-            low, high = rate_interval(noticed, len(asked))
+    for source, of in SAMPLED.items():
+        noticed, asked = _share(outcomes, source)
+        if asked:
+            low, high = rate_interval(noticed, asked)
             lines.append(
-                f"mechanical mutants of the {of}: {noticed / len(asked):.1%} of {len(asked)} "
+                f"mechanical mutants of the {of}: {noticed / asked:.1%} of {asked} "
                 f"noticed, of all {low:.1%} to {high:.1%} (95 %)"
             )
     lines += [f"NOT KILLED: {x.name}" for x in outcomes if x.unexplained]
@@ -42,6 +46,23 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         f"missed, as is known: {x.name}" for x in outcomes if x.end == "survived" and x.missed
     ]
     return "\n".join(lines)
+
+
+def _share(outcomes: Iterable[Outcome], source: str) -> tuple[int, int]:
+    """(noticed, asked) of a source, without survivors that their line explains."""
+    asked = [x for x in outcomes if x.source == source and not x.equivalent]
+    return sum(x.noticed for x in asked), len(asked)
+
+
+def failed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether a run fails: by a named fault, or by the share of the kernels' mutants.
+
+    A named fault fails it by surviving without a reason, or by being noticed although it is said
+    to be equivalent. The share fails it if its confidence interval lies below ``ON_RECORD``.
+    """
+    named = [x for x in outcomes if x.source not in SAMPLED]
+    _, high = rate_interval(*_share(outcomes, "mechanical"))
+    return high < ON_RECORD or any(x.refuted or x.unexplained for x in named)
 
 
 def tables(outcomes: Sequence[Outcome], *, full: bool) -> str:

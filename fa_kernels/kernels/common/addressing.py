@@ -81,6 +81,7 @@ def page_offsets(pages, rows, inside):
 @triton.jit
 def table_page(pages, place, inside):
     """Returns the pages at places of an entry's row of the table, clamped to the cache."""
+    # equivalent: Lanes outside read and write no row of their page, and the page is clamped.
     page = tl.load(pages.table_ptr + place.to(tl.int64) * pages.stride_table, mask=inside, other=0)
     return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1)
 

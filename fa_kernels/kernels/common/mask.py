@@ -46,6 +46,7 @@ def pairs_seen(here, there, seqlen_here, seqlen_there, before, after):
     """
     own = here + (seqlen_there - seqlen_here)
     first = own - before
+    # equivalent: before and after are not negative, so a row before its end has a count above 0.
     count = tl.maximum(tl.minimum(own + after + 1, seqlen_there) - first, 0)
     count = tl.where(here < seqlen_here, count, 0)
     # Columns before the first become large as unsigned numbers, past the last column.

@@ -86,6 +86,7 @@ def with_sink(state, sink):
 @triton.jit
 def normalised(acc, l_i, m_i, live):
     """Returns (out, lse) from the state in base 2; rows that are not ``live`` get 0 and -inf."""
+    # equivalent: Both selects below leave out the rows where l is 0.
     l_safe = tl.where(live, l_i, 1.0)
     out = tl.where(live[:, None], acc / l_safe[:, None], 0.0)
     # An explicit fused operation: a compiler contracts the product in some kernels and not in

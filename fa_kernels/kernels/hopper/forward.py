@@ -144,6 +144,7 @@ def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VA
                 m_block, call.batch.seqlens_q_ptr, call.entries, call.batch.total_q, BLOCK_M
             )
     consumers = CONSUMERS
+    # equivalent: A consumer more writes rows of the next tile, the same bits as that tile writes.
     if m_block < call.narrow:
         consumers = CONSUMERS - 1
     start_m = (m_block * CONSUMERS - min(m_block, call.narrow)) * WARPGROUP_ROWS

@@ -13,6 +13,7 @@ __all__ = ["block_lists_kernel", "everywhere"]
 @triton.jit
 def everywhere(b, h, m, n, args):
     """The predicate of lists that already omit hidden tiles: it hides nothing."""
+    # equivalent: Rows and keys are numbered from 0, so each half is true.
     return (m >= 0) & (n >= 0)
 
 

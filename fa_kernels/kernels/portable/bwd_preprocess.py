@@ -31,6 +31,7 @@ def _row_sums(x):
     loads: equal values could give different bits. Fused multiply-adds would depend on the layout
     too, so the kernel is launched with enable_fp_fusion=False.
     """
+    # equivalent: After eight halvings a row is one wide, and a ninth adds nothing.
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))

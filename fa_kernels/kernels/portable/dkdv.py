@@ -100,6 +100,7 @@ def _accumulate(
         start_m = m_block * CONFIG.BLOCK_M
         offs_m = start_m + offs_tile
         # q and dout of rows without a visible key, padding included, are not read.
+        # equivalent: Edge tiles set it again below, and full tiles do not read it.
         live = offs_m < mask.seqlen_q
         if edges:
             live = tl.load(rows.lse2_pointer + offs_m) != float("inf")

@@ -43,6 +43,7 @@ def dq_postprocess_kernel(
     )
     b, h = block.b, block.h
     if VARLEN:
+        # equivalent: A tile past the end stores no row; leaving early saves its time.
         if block.start >= seqlen_q:
             return
     offs_m = block.start + tl.arange(0, BLOCK_M)

@@ -225,6 +225,7 @@ def forward_kernel(
         program = program % each
     block, seqlen = query_block(program, grid, batch, BLOCK_M, VARLEN, PREDICATE)
     if VARLEN:
+        # equivalent: A tile past the end stores no row; leaving early saves its time.
         if block.start >= seqlen.seqlen_q:
             return
     b, h = block.b, block.h

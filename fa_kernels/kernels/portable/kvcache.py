@@ -299,6 +299,7 @@ def join_kernel(
     begin = tl.maximum(position - window_left, 0)
     end = tl.minimum(position + window_right + 1, seqlen_k)
     # A row that sees no key, padding included, has no split.
+    # equivalent: For a row that sees no key, first or last alone leaves out every split.
     first = tl.where(begin < end, begin // split_keys, N)
     last = tl.where(begin < end, (end - 1) // split_keys + 1, 0)
     columns = (offs_dv < Dv)[None, :]

@@ -173,6 +173,7 @@ def pool_kernel(
         )
         # With tiles of one key, the range holds the keys that some row sees.
         within = visible_tiles(first_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, 1)
+        # equivalent: 1 key is no whole tile, so 1 in place of 0 skips none.
         skipped = tl.maximum(within.lo - start_n, 0) // BLOCK_N * BLOCK_N
         part = _row_tile(
             q, lse2, keys, mask, offs_m, start_n + skipped, tl.minimum(within.hi, end_n), end_n,

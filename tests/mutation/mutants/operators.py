@@ -2,7 +2,10 @@
 
 An operator takes one node of a function's body and proposes other text for it; all other text is
 kept. A mutant's key names the file, the function, the operator and the number of the proposal:
-``portable/dq.py:_accumulate compare 3``. Most edits of a file leave its keys valid.
+``portable/dq.py:_accumulate compare 3``.
+
+A comment at a changed line, or right above it, tells why mutants of the line survive:
+``# equivalent: why``.
 """
 
 from __future__ import annotations
@@ -121,6 +124,8 @@ class Source:
         return self.text[start:end]
 
 
+# The reason for which mutants of a line survive.
+_EQUIVALENT = re.compile(r"# equivalent: (.+)")
 # A change: the span of the text to replace, and the new text.
 Change = tuple[tuple[int, int], str]
 # An operator takes a file, a node of a function in it, and the names that the function uses.
@@ -362,7 +367,10 @@ def _mutant(source: Source, key: str, span: tuple[int, int], new: str) -> Mutant
     changed = text[start : span[0]] + new + text[span[1] : end]
     name = f"{key}: {_short(text[start:end])} -> {_short(changed)}"
     edit = _unique(source, start, end, changed)
-    return Mutant(name, (edit,), origin=key.split()[1], key=key)
+    above = text[:start].splitlines()[-1:]
+    comments = [*(x for x in above if x.lstrip().startswith("#")), *text[start:end].splitlines()]
+    reasons = [found[1] for x in comments if (found := _EQUIVALENT.search(x))]
+    return Mutant(name, (edit,), key.split()[1], equivalent="; ".join(reasons), key=key)
 
 
 def _short(lines: str) -> str:

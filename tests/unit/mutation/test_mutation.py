@@ -23,8 +23,8 @@ from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.trials import QUICK, STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
 from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, History, kill_order, remember
-from tests.mutation.mutants.operators import OPERATORS, SITES, draw, mechanical
-from tests.mutation.report import summary, tables
+from tests.mutation.mutants.operators import HOPPER_SITES, OPERATORS, SITES, draw, mechanical
+from tests.mutation.report import failed, summary, tables
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sources_of(PACKAGE)
@@ -68,6 +68,39 @@ def made(expression: str) -> set[str]:
 )
 def test_an_operator_makes_what_it_says(expression, expected):
     assert expected <= made(expression)
+
+
+def test_a_key_names_file_function_operator_and_number():
+    keys = [x.key for x in mechanical({SITES[0]: FUNCTION.format("x < N")}, SITES[:1])]
+    assert "portable/forward.py:f compare 1" in keys
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("marked", "reason"),
+    [
+        ("y = x < N  # equivalent: x is odd", "x is odd"),
+        ("# equivalent: x is odd\n    y = x < N", "x is odd"),
+        ("# equivalent: x is odd\n    z = x\n    y = x < N", ""),
+        ("# x is odd\n    y = x < N", ""),
+    ],
+)
+def test_a_comment_at_the_line_tells_why_its_mutants_survive(marked, reason):
+    sources = {SITES[0]: FUNCTION.replace("y = {}", marked)}
+    (mutant,) = (x for x in mechanical(sources, SITES[:1]) if x.key.endswith("compare 1"))
+    assert mutant.equivalent == reason
+    survived = outcome("mechanical", mutant, Ended(0, Verdict(), "returned", 1.0))
+    killed = outcome("mechanical", mutant, Ended(0, Verdict([Kill("G1", 0, "")]), "returned", 1.0))
+    assert (survived.unexplained, killed.refuted) == (not reason, False)
+    assert "100.0% of 1 noticed" in summary([survived, killed] if reason else [killed])
+
+
+def test_the_kernels_explain_survivors_at_lines_with_mutants():
+    """A marker that no mutated line carries explains nothing."""
+    made = [*mechanical(SOURCES), *mechanical(SOURCES, HOPPER_SITES)]
+    reasons = {x.equivalent for x in made if x.equivalent}
+    marked = [line for text in SOURCES.values() for line in text.split("# equivalent: ")[1:]]
+    assert reasons == {x.split("\n")[0] for x in marked} != set()
 
 
 def test_every_operator_makes_mutants_of_the_kernels():
@@ -202,6 +235,16 @@ def test_a_survivor_without_a_reason_is_named():
     assert [x.unexplained for x in found] == [False, True, False]
     assert summary(found).count("NOT KILLED") == 1
     assert "3 mutants, 1 killed, 2 survived; median kill 1.00 s" in summary(found)
+
+
+def test_named_survivors_and_a_small_share_fail_a_run():
+    survivor, killed = (replace(one(x), source="mechanical") for x in ("survived", "killed"))
+    assert not failed([one("killed"), one("survived", "why"), one("cut off")])
+    assert failed([one("killed"), one("survived")])
+    assert failed([one("killed", "why")])
+    assert not failed([survivor] * 8 + [killed] * 92)
+    assert failed([survivor] * 16 + [killed] * 84)
+    assert not failed([replace(survivor, source="sampled")] * 50)
 
 
 def test_a_killed_mutant_that_is_listed_as_equivalent_is_named():

@@ -115,8 +115,6 @@ ARROWS = {
     "tests/conformance": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/subjects": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
     "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels", "tests/subjects"),
-    # It judges the mutants of ``tests/mutation``.
-    "benchmarks/peer_rules": (*ORACLES, *PROPERTIES, *PRODUCT, "tests", "tests/subjects"),
     "tests": None,
 }
 PACKAGES = ("oracles", "properties", "simulator", "fa_kernels", "benchmarks")

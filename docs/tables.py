@@ -181,12 +181,6 @@ def _diagnosis() -> list[str]:
     return table([Outcome(**x) for x in records])
 
 
-def _failures() -> list[str]:
-    from docs import failures
-
-    return failures.lines()
-
-
 def _limits() -> Mapping[str, Any]:
     """The detection limits that a GPU measured; without them, those that a CPU measured."""
     places = (RESULTS, ROOT / "results" / "cpu")
@@ -484,7 +478,6 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "problem-fields": _problem_fields,
     "mask-fields": _mask_fields,
     "problem-names": _problem_names,
-    "failures": _failures,
 }
 
 

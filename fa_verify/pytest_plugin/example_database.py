@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import urllib.parse
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,15 +11,8 @@ import hypothesis
 import pytest
 from hypothesis.database import ExampleDatabase, MultiplexedDatabase
 
-__all__ = [
-    "SharedDatabase",
-    "example_database",
-    "of_one_test",
-    "shown",
-    "without_passwords",
-]
+__all__ = ["example_database", "of_one_test", "without_passwords"]
 
-SCHEMES = ("redis", "rediss", "unix")
 # Timeout of the server, in seconds.
 SECONDS = 5.0
 
@@ -44,19 +37,7 @@ def example_database(config: pytest.Config, local: ExampleDatabase) -> ExampleDa
             "problems in every run and keeps no examples; needs --fa-minutes or "
             "--hypothesis-profile=fuzz"
         )
-    server = SharedDatabase(_on_server(url, ask=not hasattr(config, "workerinput")), shown(url))
-    config.pluginmanager.register(server, "shared examples")
-    return MultiplexedDatabase(local, server)
-
-
-def shown(url: str) -> str:
-    """Return a URL without user name, password and query."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-    except ValueError:
-        return "(no URL)"
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    return MultiplexedDatabase(local, _on_server(url))
 
 
 def without_passwords(text: str) -> str:
@@ -64,105 +45,61 @@ def without_passwords(text: str) -> str:
     return re.sub(r"://[^\s/]*@", "://", text)
 
 
-def _on_server(url: str, *, ask: bool) -> ExampleDatabase:
-    """Connect to a Redis server, which must answer a ping if ``ask`` is True."""
-    if shown(url).partition("://")[0] not in SCHEMES:
-        raise pytest.UsageError(
-            f"--fa-example-db is {shown(url)}; needs redis://host:port[/number], rediss:// or unix://"
-        )
+def _on_server(url: str) -> ExampleDatabase:
+    """Hypothesis's database on a Redis server, which must answer a ping."""
+    shown = without_passwords(url.partition("?")[0])
     try:
         import redis
         from hypothesis.extra.redis import RedisExampleDatabase
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
     except ImportError:
         raise pytest.UsageError(
-            f"--fa-example-db={shown(url)} needs the package redis: pip install 'fa-verify[redis]'"
+            f"--fa-example-db={shown} needs the package redis: pip install 'fa-verify[redis]'"
         ) from None
     try:
-        client = redis.Redis.from_url(
-            url,
-            socket_timeout=SECONDS,
-            socket_connect_timeout=SECONDS,
-            retry=Retry(NoBackoff(), 0),
-        )
-        if ask:
-            client.ping()
+        client = redis.Redis.from_url(url, socket_timeout=SECONDS, socket_connect_timeout=SECONDS)
+        client.ping()
     except (ValueError, redis.RedisError, OSError) as error:
         raise pytest.UsageError(
-            f"--fa-example-db={shown(url)} cannot be used: {_without_secrets(error, url)}"
+            f"--fa-example-db={shown} cannot be used ({type(error).__name__}); needs "
+            "redis://host:port[/number], rediss:// or unix:// of a server that answers"
         ) from None
-    return RedisExampleDatabase(client)
+    return _UntilItFails(RedisExampleDatabase(client), shown)
 
 
-def _without_secrets(error: Exception, url: str) -> str:
-    """Return an error's type and message; the type alone if the message repeats a secret."""
-    said = f"{type(error).__name__}: {error}"
-    parts = urllib.parse.urlsplit(url)
-    secrets = {parts.netloc.rpartition("@")[0], parts.password, parts.query} - {"", None}
-    return type(error).__name__ if any(secret in said for secret in secrets) else said
+class _UntilItFails(ExampleDatabase):
+    """A database on a server. After the server's first failure, it acts as empty.
 
-
-class SharedDatabase(ExampleDatabase):
-    """Wraps a database that may fail, and reports its failure in one line of the summary.
-
-    After its first failure the database is not used and acts as empty.
-
-    Args:
-        database: The wrapped database. It may raise any exception.
-        name: Name of the database in the message about its failure.
+    A test would end in the exception of the client, and lose the failure that it has found.
     """
 
     def __init__(self, database: ExampleDatabase, name: str) -> None:
         super().__init__()
-        self.database = database
+        self.database: ExampleDatabase | None = database
         self.name = name
-        self.outage = ""
-        self.seen: set[str] = set()
-
-    def _try(self, act: Callable[[], Any]) -> Any:
-        if self.outage:
-            return None
-        try:
-            return act()
-        # The client raises its own exceptions and those of sockets. None comes from the kernel.
-        except Exception as error:
-            self.outage = f"{self.name} stopped answering ({type(error).__name__})"
-            return None
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
-        """Return all values of a key, or none after a failure."""
-        return self._try(lambda: list(self.database.fetch(key))) or []
+        return self._ask(lambda database: list(database.fetch(key))) or []
 
     def save(self, key: bytes, value: bytes) -> None:
-        """Save a value, unless the database has failed."""
-        self._try(lambda: self.database.save(key, value))
+        self._ask(lambda database: database.save(key, value))
 
     def delete(self, key: bytes, value: bytes) -> None:
-        """Delete a value, unless the database has failed."""
-        self._try(lambda: self.database.delete(key, value))
+        self._ask(lambda database: database.delete(key, value))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Send the failure from a worker to the controller."""
-        self.seen.add(self.outage)
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["outage"] = self.outage
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: object) -> None:
-        """Collect a worker's failure in the controller."""
-        self.seen.add(getattr(node, "workeroutput", {}).get("outage", ""))
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print one line, however many workers failed to reach the server."""
-        outages = sorted(self.seen - {""})
-        if outages:
-            terminalreporter.write_line(
-                f"--fa-example-db: {', '.join(outages)}; later examples were kept in .hypothesis "
-                "only",
-                yellow=True,
+    def _ask(self, act: Callable[[ExampleDatabase], Any]) -> Any:
+        if self.database is None:
+            return None
+        try:
+            return act(self.database)
+        # The client raises its own exceptions and those of sockets. None comes from the kernel.
+        except Exception as error:
+            self.database = None
+            warnings.warn(
+                f"--fa-example-db: {self.name} stopped answering ({type(error).__name__}); later "
+                "examples are kept in .hypothesis only",
+                stacklevel=2,
             )
+            return None
 
 
 class _OfOneTest(ExampleDatabase):

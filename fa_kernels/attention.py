@@ -12,7 +12,6 @@ from fa_kernels.configs import Config
 from fa_kernels.launch.call_cache import check
 from fa_kernels.pooling import check_lse, check_pooling
 from fa_kernels.validation.arguments import MaskLike
-from fa_kernels.validation.removed import names_replacements
 
 __all__ = ["autocast", "flash_attention", "pooled_attention_probs"]
 
@@ -38,12 +37,6 @@ def _cast(x: Any) -> Any:
     return x
 
 
-@names_replacements(
-    backward="deterministic=, True for 'two_pass' and False for 'one_pass'",
-    window="window_size=",
-    pool="pooled_attention_probs(q, k, lse, pool=..., pool_size=...)",
-    pool_size="pooled_attention_probs(q, k, lse, pool=..., pool_size=...)",
-)
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -10,14 +10,10 @@ from fa_kernels import operators
 from fa_kernels.attention import autocast
 from fa_kernels.configs import Config
 from fa_kernels.validation.arguments import MaskLike, check
-from fa_kernels.validation.removed import names_replacements
 
 __all__ = ["flash_attention_varlen"]
 
 
-@names_replacements(
-    backward="deterministic=, True for 'two_pass' and False for 'one_pass'", window="window_size="
-)
 def flash_attention_varlen(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -20,8 +20,6 @@ __all__ = ["ENDS", "HANGS", "Outcome", "outcome", "read", "write"]
 ENDS = ("killed", "raised", "crashed", "timed out", "cut off", "survived")
 # The check of a mutant that hangs.
 HANGS = "hangs"
-# Earlier names of sources, accepted in existing files.
-_RENAMED = {"referee": "harness", "blind": "independent"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,5 @@ def read(path: Path) -> list[Outcome]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        source = _RENAMED.get(record["source"], record["source"])
-        found.append(Outcome(**{**record, "source": source, "checks": tuple(record["checks"])}))
+        found.append(Outcome(**{**record, "checks": tuple(record["checks"])}))
     return found

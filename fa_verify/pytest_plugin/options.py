@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fa_verify.oracles import renamed
+from fa_verify.oracles.renamed import SPELLINGS
 
 __all__ = ["DEFAULT_SECONDS", "add_options", "add_short_forms", "given", "number_of"]
 
@@ -127,8 +127,9 @@ def add_short_forms(group: pytest.OptionGroup) -> None:
     for name, attributes in _OPTIONS.items():
         short = {**attributes, "dest": _dest(name), "help": f"short for {_START}{name}"}
         group.addoption(f"--{name}", **short)
-    for old in renamed.OPTIONS:
-        group.addoption(old, help=argparse.SUPPRESS)
+    for old in SPELLINGS:
+        if old.startswith("--"):
+            group.addoption(old, help=argparse.SUPPRESS)
 
 
 def given(options: argparse.Namespace) -> Iterator[str]:

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from fa_verify.breadth import choose_breadth
-from fa_verify.oracles import renamed
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
+from fa_verify.oracles.renamed import SPELLINGS
 from fa_verify.properties.execution import replay_line, workers
 from fa_verify.properties.execution.large_memory import (
     large_memory,
@@ -112,8 +112,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options before anything runs, and register the plugins of the suite."""
-    for old, new in renamed.OPTIONS.items():
-        if config.getoption(old, None) is not None:
+    for old, new in SPELLINGS.items():
+        if old.startswith("--") and config.getoption(old, None) is not None:
             raise pytest.UsageError(f"{old} is now called {new}")
     profile = config.getoption("--hypothesis-profile")
     if profile is not None and profile not in profiles.PROFILES:

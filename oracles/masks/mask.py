@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fa_verify.oracles.renamed import MASK_METHODS
+from fa_verify.oracles.renamed import SPELLINGS
 
 if TYPE_CHECKING:
     import torch
@@ -93,9 +93,8 @@ class Mask:
     def __init_subclass__(cls, *, uniform: bool = False, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         cls.uniform = uniform
-        for old, new in MASK_METHODS.items():
-            if old in vars(cls):
-                raise TypeError(f"{cls.__name__} defines {old}; the method is called {new}")
+        for old in SPELLINGS.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__} defines {old}; the method is called {SPELLINGS[old]}")
 
     def _check_at_least_one(self, *names: str) -> None:
         """Checks that fields of a subclass are ints >= 1.

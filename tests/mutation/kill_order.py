@@ -21,8 +21,6 @@ from tests.mutation.judging.trials import Step
 __all__ = ["FILE", "UNIT_TESTS", "History", "kill_order", "remember"]
 
 FILE = Path(__file__).with_suffix(".json")
-# The former name of the file.
-OLD_FILE = FILE.with_name("asked_first.json")
 # The check of a kill by unit tests; recorded in place of a step's problem where no file is known.
 UNIT_TESTS = "unit tests"
 # Most judges of other functions of the file, the deadliest first.
@@ -34,8 +32,6 @@ def kill_order(file: Path = FILE) -> dict[str, str]:
 
     It is the problem of a step as JSON, the path of a file of unit tests, or UNIT_TESTS.
     """
-    if not file.exists():
-        file = file.with_name(OLD_FILE.name)
     found: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return found
 

@@ -22,7 +22,7 @@ from tests.mutation.judging import interpreting
 from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.trials import QUICK, STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
-from tests.mutation.kill_order import OLD_FILE, UNIT_TESTS, History, kill_order, remember
+from tests.mutation.kill_order import UNIT_TESTS, History, kill_order, remember
 from tests.mutation.mutants.operators import HOPPER_SITES, OPERATORS, SITES, draw, mechanical
 from tests.mutation.report import failed, summary, tables
 
@@ -266,13 +266,6 @@ def test_outcomes_are_read_as_they_were_written(tmp_path):
     found = [one("killed", checks=("G1", "T3")), one("survived", "why")]
     write(found, tmp_path / "made" / "outcomes.jsonl")
     assert read(tmp_path / "made" / "outcomes.jsonl") == found
-
-
-def test_outcomes_and_kill_order_are_read_under_their_old_names(tmp_path):
-    write([replace(one("killed"), source="referee")], tmp_path / "outcomes.jsonl")
-    assert [x.source for x in read(tmp_path / "outcomes.jsonl")] == ["harness"]
-    (tmp_path / OLD_FILE.name).write_text('{"a fault": "unit tests"}')
-    assert kill_order(tmp_path / "kill_order.json") == {"a fault": UNIT_TESTS}
 
 
 def test_the_killer_of_a_fault_is_recorded(tmp_path):

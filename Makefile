@@ -75,7 +75,7 @@ format: $(environment) ## format and fix what ruff can
 
 bench: $(environment) ## speed beside cuDNN, FlexAttention, SDPA and a copy; needs a GPU
 	$(python) -m benchmarks.speed
-	$(python) -m benchmarks.decoding
+	$(python) -m benchmarks.cases decoding
 
 power: $(environment) ## detection limits of the checks: build/power.json; WRITE=1: to results/
 	$(python) -m benchmarks.power $(if $(QUICK),--quick) $(if $(WRITE),--write)

@@ -73,10 +73,8 @@ PARSED = {
     "pip install -e '.[report]'": "changes the environment",
     "python -m benchmarks.memory": "needs a GPU",
     "python -m benchmarks.host": "needs a GPU",
-    "python -m benchmarks.packed": "needs a GPU",
-    "python -m benchmarks.density": "needs a GPU",
-    "python -m benchmarks.few_queries": "needs a GPU",
-    "python -m benchmarks.decoding": "needs a GPU",
+    "python -m benchmarks.cases": "needs a GPU",
+    "python -m benchmarks.cases decoding": "needs a GPU",
     "python -m benchmarks.false_alarms --seconds 150": "takes minutes",
     "python -m benchmarks.power --lengths 16384 65536 --families normal --seeds 3 --out FILE": (
         "needs a GPU"

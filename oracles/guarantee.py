@@ -158,10 +158,11 @@ G15 = Guarantee(
 G16 = Guarantee(
     "G16",
     "ways of calling",
-    "The way of a call changes no result: without gradients, in a second backward, for some of the "
-    "gradients alone, in a checkpoint, for inputs that were changed in place. Another call between "
-    "its forward and backward changes nothing, nor does one in another thread, or one that raised "
-    "before it. Merges and calls with a cache are asked, too.",
+    "The way of a call changes no result: without gradients, in a second backward or in one of "
+    "another thread, for some of the gradients alone, in a checkpoint, for inputs that were "
+    "changed in place. Another call between its forward and backward changes nothing, nor does one "
+    "in another thread, one that raised before it, or a change of out. Merges and calls with a "
+    "cache are asked, too.",
     promise="G10",
 )
 I1 = Guarantee(

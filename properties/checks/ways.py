@@ -44,7 +44,7 @@ _Results = Mapping[str, torch.Tensor]
 # A kernel run in another way: the results, the guarantee that promises their bits, and words for
 # this run, if the way makes others too.
 _Runs = Iterator[tuple[_Results, str] | tuple[_Results, str, str]]
-# What PyTorch says of a backward that needs a tensor that was changed in place.
+# The message of PyTorch for a backward that needs a tensor changed in place.
 _CHANGED = "modified by an inplace operation"
 
 

@@ -85,6 +85,8 @@ def _implied(features: Iterable[Feature]) -> set[str]:
             implied = {"column": ("row",), "batch": ("head", "row")}.get(name.split()[0], ())
             found |= {f"{x} stride of {tensor}" for x in implied}
         size, _, what = name.partition(" ")
+        if what.startswith("is no multiple"):  # of a tile, past which no power of two is ragged
+            found.add(f"{size} is no power of two")
         if size in ("M", "N") and what.startswith("is no multiple"):
             found.add(f"M or N {what}")
         if size == "G" and what != "up to" and not what.startswith("is no multiple"):
@@ -149,6 +151,8 @@ def phrase(feature: Feature) -> str:
         return f"{name.removesuffix(' up to')} <= {value}"
     if name.endswith(" is no multiple of 2"):
         return f"{'H / Hk' if name[0] == 'G' else name.split()[0]} odd"
+    if name.endswith(" is no power of two"):
+        return f"{'H / Hk' if name[0] == 'G' else name.split()[0]} not a power of two"
     if " is no multiple " in name or " is a multiple " in name:
         return name.replace(" is no ", " not a ").replace(" is a ", " a ")
     if _OF_SIZES.search(name):
@@ -186,7 +190,5 @@ _PHRASES = {
     "q and k of other strides": "strides of k that differ from those of q",
     "q and v of other strides": "strides of v that differ from those of q",
     "k and v of other strides": "strides of v that differ from those of k",
-    "G is no power of two": "H / Hk not a power of two",
-    "H is no power of two": "H not a power of two",
     "several problems": "several problems in a batch",
 }

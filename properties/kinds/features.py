@@ -30,6 +30,8 @@ _MULTIPLES: dict[str, tuple[int, ...]] = {
 # Whole tiles, for which kernels leave out the masks of ragged ones; the widest first, as its
 # problems have the others too.
 _WHOLE = {"M": (128, 64, 32, 16), "N": (128, 64, 32, 16), "D": (8,)}
+# Sizes that kernels take for powers of two.
+_POWERS = ("M", "N", "D", "Dv", "G", "H")
 # Dimensions of a tensor by the words for their strides; where columns are apart, rows are too.
 _DIMENSIONS = {"column": 3, "batch": 0, "head": 1, "row": 2}
 # Pairs of rows and keys of which a mask is made to see whether it has empty rows.
@@ -67,9 +69,10 @@ def features_of(problem: Problem) -> list[Feature]:
     ]
     found += [Feature("B * H is no multiple of 8")]
     for size, multiples in _MULTIPLES.items():
+        power = [Feature(f"{size} is no power of two")] * (size in _POWERS)
+        found += power if size in ("M", "N", "D", "Dv") else []
         found += [Feature(f"{size} is no multiple of {x}") for x in multiples]
-        if size in ("G", "H"):
-            found += [Feature(f"{size} is no power of two")]
+        found += power if size in ("G", "H") else []
         if size in ("N", "D", "Dv"):
             found += [Feature(f"{size} is 1")]
         if size != "M or N":
@@ -226,8 +229,10 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
         f"{names} of other strides": functools.partial(_have_other_strides, names=names)
         for names in _PAIRS
     },
-    "G is no power of two": lambda x: x.G.bit_count() > 1,
-    "H is no power of two": lambda x: x.H.bit_count() > 1,
+    **{
+        f"{size} is no power of two": lambda x, size=size: getattr(x, size).bit_count() > 1
+        for size in _POWERS
+    },
     "several problems": lambda x: bool(x.seeds),
 }
 
@@ -314,9 +319,11 @@ def _changes(
         place = TENSORS.index(name.split()[-1])
         layouts = problem.layouts
         others = LAYOUTS[:1] if name.startswith("layout") else LAYOUTS[1:] + LAYOUTS[:1]
-        yield from ({"layouts": (*layouts[:place], x, *layouts[place + 1 :])} for x in others)
-        if name.startswith("row"):  # one row has no stride, and may have columns apart
-            yield {"N" if name[-1] in "kv" else "M": 1}
+        # One head has no stride.
+        heads = {"H": 2 * problem.H, "Hk": 2 * problem.Hk} if problem.Hk == 1 else {}
+        for x in others:
+            more = heads if x == "expanded" else {}
+            yield {**more, "layouts": (*layouts[:place], x, *layouts[place + 1 :])}
     elif name.endswith(" of other strides"):
         places = _PAIRS[name.removesuffix(" of other strides")]
         for both in dict.fromkeys((*(problem.layouts[i] for i in places), LAYOUTS[0])):
@@ -324,9 +331,11 @@ def _changes(
             same = {"layouts": tuple(both if i in places else x for i, x in given)}
             yield {**same, "Dv": problem.D if 2 in places else problem.Dv}
     elif name.endswith(" is no power of two"):
-        lower = 1 << size_of(problem, name[0]).bit_length() - 1
-        for power in (2 * lower, lower):
-            yield from resized(problem, {name[0]: power})
+        size = name.split()[0]
+        lower = 1 << size_of(problem, size).bit_length() - 1
+        # The smaller one is no multiple of a tile that the others fill.
+        for power in (2 * lower, lower, max(1, lower // 4)):
+            yield from resized(problem, {size: power})
     elif name == "several problems":
         yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
     else:

@@ -73,6 +73,7 @@ class RootCause:
             a fresh process; empty if none was found, None if it fails by itself.
         runs: How many of how many runs of one problem fail, if some do and others do not.
         every: Whether no problem passed in the process that found the cause.
+        origin: The memory from which a result is NaN, if it is right where that holds 0.
         untried: Dtypes and features that were not tried, as the time was too short.
         finding: Fields of the finding as plain values, by their names in ``Finding``.
         diagnosis: The named faults that the subject agrees with, as plain values; None if none was
@@ -95,6 +96,7 @@ class RootCause:
     after: tuple[Call, ...] | None = None
     runs: tuple[int, int] | None = None
     every: bool = False
+    origin: str = ""
     untried: tuple[str, ...] = ()
     finding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     diagnosis: dict[str, Any] | None = field(default=None, compare=False, repr=False)

@@ -9,6 +9,7 @@ tried, where the time was too short.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,10 @@ from fa_verify.properties.checks.claims import (
     standing_of,
 )
 from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.execution.guard_bands import GuardBands
 from fa_verify.properties.execution.replay_line import COMMAND, replay_line
+from fa_verify.properties.execution.trial import SubjectError, run_subject
+from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
 from fa_verify.properties.kinds.features import of_sizes, resized, size_of
 from fa_verify.properties.kinds.registry import kind_of
@@ -55,6 +59,7 @@ from fa_verify.properties.search.causes import (
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner
+from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Beyond", "Failure", "Fresh"]
@@ -380,7 +385,7 @@ class Failure:
         after = self._after(smallest)
         if after is not None:
             fresh = self._runs_freshly(smallest, _MORE_RUNS)
-            # What differs in the same calls depends on chance, on no call before.
+            # A result that differs in the same calls depends on chance, on no call before.
             if fresh.count(False) and fresh[:-1] != self._runs_freshly(smallest, _MORE_RUNS - 1):
                 return self._cause(outcome, runs=(fresh.count(False), len(fresh)))
             return self._cause(outcome, after=after)
@@ -485,6 +490,7 @@ class Failure:
             "passing": None,
             "check": self._check_of(problem),
             "every": not any(right for _, right in self.runner.tally.history),
+            "origin": self._origin(problem) if kind_of_finding(shown) == "NaN" else "",
             "finding": {
                 **{name: getattr(shown, name) for name in _TOLD},
                 **{name: str(getattr(shown, name)) for name in ("got", "want", "bound")},
@@ -492,6 +498,25 @@ class Failure:
             },
             **fields,
         })  # fmt: skip
+
+    def _origin(self, problem: Call) -> str:
+        """Return the memory from which a result is NaN, if it is right where that holds 0."""
+        if not isinstance(problem, Problem) or problem.seeds:
+            return ""
+        subject = self.runner.subject
+
+        def gives_nan(around: float = math.nan) -> bool:
+            got = run_subject(subject, problem, make(problem, around=around))
+            return any(x is not None and bool(x.isnan().any()) for x in got)
+
+        with suppress(RefusedError, SubjectError):
+            if gives_nan():
+                if not gives_nan(around=0.0):
+                    return "memory beside the inputs"
+                with GuardBands(0.0):
+                    if not gives_nan():
+                        return "memory that the kernel allocates and does not write"
+        return ""
 
     def _check_of(self, problem: Call) -> str:
         """Return the guarantee of the check, if a problem passes but for the calls of the check."""
@@ -770,7 +795,7 @@ class Failure:
                 if alike and self._passes(longer):
                     return []
             return [feature]
-        sized = what == "above" or what.startswith("is no multiple of")
+        sized = what in ("above", "is no power of two") or what.startswith("is no multiple of")
         own = isinstance(problem, Problem)
         if attention is None or not sized or size not in (_SHARPENED if own else _OF_CALLS):
             return [feature]
@@ -787,6 +812,11 @@ class Failure:
                     return self._fails_alike(other, kind, [])
             return None
 
+        if what == "is no power of two":
+            # Three tiles are no power of two either.
+            lower = 1 << number.bit_length() - 1
+            same = (x for x in (3 * lower, 3 * lower // 2, 6 * lower) if x != number)
+            return [] if any(fails(x) is False for x in same) else [feature]
         if what != "above":
             multiple = int(what.split()[-1])
             others = [number + 1, number + multiple, number + 3 * multiple]

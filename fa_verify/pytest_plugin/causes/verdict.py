@@ -312,6 +312,8 @@ def evidence(cause: RootCause) -> str:
         found.append("every problem that was tried")
     elif not cause.depends_on and not cause.features and not cause.check:
         found.append("other problems pass, and no feature tells them apart")
+    if cause.origin:
+        found.append(f"NaN from {cause.origin}")
     if cause.untried:
         features = [x for x in cause.untried if x not in DTYPES]
         some = [plural(len(features), "feature")] if len(features) > _FEATURES else features

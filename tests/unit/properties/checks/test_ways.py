@@ -71,7 +71,7 @@ class Stateful(torch.autograd.Function):
             p = torch.where(scratch.isnan() | (scratch < -1e30), p, 1.25 * p)
         ctx.save_for_backward(q, keys, v, p)
         SCALE.of_forward = scale
-        # Autograd does not know that the backward reads it.
+        # Autograd holds no version of it to compare.
         ctx.out = p @ v
         return ctx.out
 
@@ -134,7 +134,8 @@ FAULTS = {
     "address": "other values", "flag": "raises", "not in training": "without gradients",
     "consumed": "two backwards", "dk alone": "some gradients", "global": "another call is",
     "between": "beside a call in another thread", "unpacked twice": "the forward again",
-    "kept out": "out was changed in place", "thread's own scale": "in a backward in another thread",
+    "kept out": "in a backward after out was changed in place",
+    "thread's own scale": "in a backward in another thread",
 }  # fmt: skip
 
 

@@ -498,6 +498,28 @@ def test_a_form_is_a_cause_of_its_own_with_what_it_needs():
     assert "needs (1, 1, 1, 16)" in cause.kind
 
 
+@pytest.mark.parametrize(
+    ("fault", "origin"),
+    [
+        (lambda out, q, k, v: out + 0 * _beside(v), "memory beside the inputs"),
+        (
+            lambda out, q, k, v: out + 0 * torch.empty_like(out),
+            "memory that the kernel allocates and does not write",
+        ),
+        (lambda out, q, k, v: math.nan * out, ""),
+    ],
+)
+def test_a_cause_says_from_which_memory_a_result_is_nan(fault, origin):
+    (cause,) = causes_of(runner_with(fault), Problem(M=3, N=5), Known())
+    assert (cause.kind, cause.origin) == ("NaN", origin)
+
+
+def _beside(v):
+    """Return the element after the last one of a tensor."""
+    end = v.storage_offset() + sum((n - 1) * x for n, x in zip(v.shape, v.stride(), strict=True))
+    return v.detach().as_strided((1,), (1,), end + 1)
+
+
 def test_a_call_that_fails_in_some_runs_needs_no_feature():
     calls = iter(range(10**6))
     runner = runner_with(lambda out, q, k, v: out * (1 + (next(calls) % 3 == 0)))
@@ -588,7 +610,7 @@ def test_offsets_are_one_cause_that_names_the_tensor():
 
 
 def test_a_size_is_not_needed_if_a_tensor_with_other_strides_fails_without_it():
-    """Keys of one row and other columns fail, too."""
+    """The stride of rows is one, or that of the columns."""
 
     def fault(out, q, k, v):
         rows = k.stride(-2) != k.shape[3] and k.shape[2] > 1
@@ -596,7 +618,7 @@ def test_a_size_is_not_needed_if_a_tensor_with_other_strides_fails_without_it():
 
     layouts = ("bhsd", "bshd", "bhsd", "bhsd")
     (cause,) = causes_of(runner_with(fault), Problem(H=2, Hk=2, N=5, layouts=layouts), Known())
-    assert [x.name for x in cause.features] == ["layout of k"]
+    assert [x.name for x in cause.features] == ["row stride of k"]
 
 
 class OutOfBoundsError(IndexError):

@@ -158,9 +158,9 @@ G15 = Guarantee(
 G16 = Guarantee(
     "G16",
     "ways of calling",
-    "The way of a call changes no result: without gradients, in a second backward or in one of "
-    "another thread, for some of the gradients alone, in a checkpoint, for inputs that were "
-    "changed in place. Another call between its forward and backward changes nothing, nor does one "
+    "The way of a call changes no result: without gradients, for some of the gradients alone, in a "
+    "checkpoint, for inputs that were changed in place. Nor does a second backward, or one in "
+    "another thread. Another call between its forward and backward changes nothing, nor does one "
     "in another thread, one that raised before it, or a change of out. Merges and calls with a "
     "cache are asked, too.",
     promise="G10",

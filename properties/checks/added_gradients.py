@@ -44,14 +44,19 @@ def bias_gradient(trial: AttentionTrial) -> list[Finding]:
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
     if inputs.bias is None or not subject.backward:
         return []
-    if problem.all_seeds[0] % 2 and problem.B * problem.H * problem.M * problem.N <= _MOST_PAIRS:
-        # As an expanded tensor, whose elements share their memory and have a gradient each.
-        whole = inputs.bias.expand(problem.B, problem.H, problem.M, problem.N)
-        inputs = inputs._replace(bias=whole)
-        trial = dataclasses.replace(trial, inputs=inputs)
+    found: list[Finding] = []
     with suppress(OutOfRangeError):
-        return judge_bias_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dbias"))
-    return []
+        found = judge_bias_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dbias"))
+        pairs = problem.B * problem.H * problem.M * problem.N
+        if not found and inputs.bias.numel() < pairs <= _MOST_PAIRS:
+            # As an expanded tensor, whose elements share their memory and have a gradient each.
+            bias = inputs.bias.expand(problem.B, problem.H, problem.M, problem.N)
+            whole = inputs._replace(bias=bias)
+            found = judge_bias_gradient(
+                dataclasses.replace(trial, inputs=whole),
+                lambda: run_gradient(subject, problem, whole, "dbias"),
+            )
+    return found
 
 
 def sink_gradient(trial: AttentionTrial) -> list[Finding]:

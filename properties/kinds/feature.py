@@ -85,7 +85,7 @@ def _implied(features: Iterable[Feature]) -> set[str]:
             implied = {"column": ("row",), "batch": ("head", "row")}.get(name.split()[0], ())
             found |= {f"{x} stride of {tensor}" for x in implied}
         size, _, what = name.partition(" ")
-        if what.startswith("is no multiple"):  # of a tile, past which no power of two is ragged
+        if what.startswith("is no multiple"):  # no power of two leaves a larger tile ragged
             found.add(f"{size} is no power of two")
         if size in ("M", "N") and what.startswith("is no multiple"):
             found.add(f"M or N {what}")

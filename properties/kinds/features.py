@@ -200,6 +200,10 @@ def _hides_keys(problem: Problem) -> bool:
     return seen is not None and bool((seen.any(3) & ~seen.all(3)).any())
 
 
+def _is_no_power(problem: Problem, size: str) -> bool:
+    return size_of(problem, size).bit_count() > 1
+
+
 _PREDICATES: dict[str, Callable[[Problem], bool]] = {
     "zero size": lambda x: 0 in (x.B, x.M, x.N),
     "empty sequences": _has_empty_sequences,
@@ -229,10 +233,7 @@ _PREDICATES: dict[str, Callable[[Problem], bool]] = {
         f"{names} of other strides": functools.partial(_have_other_strides, names=names)
         for names in _PAIRS
     },
-    **{
-        f"{size} is no power of two": lambda x, size=size: getattr(x, size).bit_count() > 1
-        for size in _POWERS
-    },
+    **{f"{x} is no power of two": functools.partial(_is_no_power, size=x) for x in _POWERS},
     "several problems": lambda x: bool(x.seeds),
 }
 
@@ -322,8 +323,8 @@ def _changes(
         # One head has no stride.
         heads = {"H": 2 * problem.H, "Hk": 2 * problem.Hk} if problem.Hk == 1 else {}
         for x in others:
-            more = heads if x == "expanded" else {}
-            yield {**more, "layouts": (*layouts[:place], x, *layouts[place + 1 :])}
+            several = heads if x == "expanded" else {}
+            yield {**several, "layouts": (*layouts[:place], x, *layouts[place + 1 :])}
     elif name.endswith(" of other strides"):
         places = _PAIRS[name.removesuffix(" of other strides")]
         for both in dict.fromkeys((*(problem.layouts[i] for i in places), LAYOUTS[0])):
@@ -331,11 +332,11 @@ def _changes(
             same = {"layouts": tuple(both if i in places else x for i, x in given)}
             yield {**same, "Dv": problem.D if 2 in places else problem.Dv}
     elif name.endswith(" is no power of two"):
-        size = name.split()[0]
-        lower = 1 << size_of(problem, size).bit_length() - 1
+        what = name.split()[0]
+        lower = 1 << size_of(problem, what).bit_length() - 1
         # The smaller one is no multiple of a tile that the others fill.
         for power in (2 * lower, lower, max(1, lower // 4)):
-            yield from resized(problem, {size: power})
+            yield from resized(problem, {what: power})
     elif name == "several problems":
         yield {"seeds": (), "B": problem.B // len(problem.seeds), "mask": problem.part(0, 1).mask}
     else:

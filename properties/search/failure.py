@@ -611,15 +611,15 @@ class Failure:
         return needed
 
     def _supported(self, needed: list[Feature], problem: Call, kind: str) -> list[Feature]:
-        """Return the needed features without multiples that nothing shows beside a threshold.
+        """Return the needed features without multiples and powers that no problem shows.
 
-        Whole tiles below the threshold pass anyway, and those above it may be out of range.
+        Whole tiles below a threshold pass anyway, and those above it may be out of range.
         """
         sizes = {x.name.removesuffix(" above") for x in needed if x.name.endswith(" above")}
         for feature in needed:
-            size, _, multiple = feature.name.partition(" is no multiple of ")
+            size, _, whole = feature.name.partition(" is no ")
             others = [x for x in needed if x != feature]
-            if multiple and size in sizes and not self._needs(feature, problem, kind, others):
+            if whole and size in sizes and not self._needs(feature, problem, kind, others):
                 return self._supported(others, problem, kind)
         return needed
 
@@ -815,8 +815,8 @@ class Failure:
         if what == "is no power of two":
             # Three tiles are no power of two either.
             lower = 1 << number.bit_length() - 1
-            same = (x for x in (3 * lower, 3 * lower // 2, 6 * lower) if x != number)
-            return [] if any(fails(x) is False for x in same) else [feature]
+            others = [x for x in (3 * lower, 3 * lower // 2, 6 * lower) if x != number]
+            return [] if any(fails(x) is False for x in others) else [feature]
         if what != "above":
             multiple = int(what.split()[-1])
             others = [number + 1, number + multiple, number + 3 * multiple]

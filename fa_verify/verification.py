@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.guarantee import EXCEPTION, FORM, G1, INPUTS, T3, guarantee_of, named
+from fa_verify.oracles.renamed import SPELLINGS
 from fa_verify.properties.checks.claims import (
     CLAIMS,
     Claim,
@@ -35,6 +37,9 @@ from fa_verify.simulator.interpreter.repair import is_needed
 
 __all__ = ["Report", "verify"]
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -46,16 +51,16 @@ class Report:
     ``str(report)`` lists the findings, followed by the summary of the run.
 
     Args:
-        subject: Name of the subject.
-        declared: The subject's declarations, on one line.
+        kernel: Name of the kernel.
+        declared: The kernel's declarations, on one line.
         findings: The findings on the simplest failing problem of each violated guarantee.
         judged: Number of distinct problems on which all outputs were judged.
         out_of_range: Number of drawn problems whose results exceed the range of the dtype, so that
             a correct kernel may fail on them.
-        unsupported: Number of problems that the subject refused, by reason.
+        unsupported: Number of problems that the kernel refused, by reason.
         worst: Largest error divided by its bound, by "output dtype".
         unchecked: Why a guarantee, or a part of it, was checked on no problem, by guarantee. It was
-            applicable to none, or the subject refuses the calls that it needs. Where it failed in
+            applicable to none, or the kernel refuses the calls that it needs. Where it failed in
             one dtype and was not tried in others, the key names these: "G1 in bf16, fp32". Declared
             values that no judged problem had are keys too: "head_dims 512, 576".
         summary: The summary table, one line per output and dtype.
@@ -65,7 +70,7 @@ class Report:
         assumed: Narrowings that no declaration makes: see ``Subject``.
     """
 
-    subject: str
+    kernel: str
     declared: str
     findings: tuple[Finding, ...]
     judged: int
@@ -83,9 +88,16 @@ class Report:
         doubts = (self.mostly_refused, self.contradiction, self.assumed, limited)
         return self.judged > 0 and not self.findings and not any(doubts)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            new = SPELLINGS["Report"].get(name)
+            now = f"; {name} is now called {new}" * (new is not None)
+            raise AttributeError(f"Report has no attribute {name!r}{now}")
+
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
-        lines += [f"{self.subject} declares {self.declared}", self.summary]
+        lines += [f"{self.kernel} declares {self.declared}", self.summary]
         lines += [f"{name} was not checked: {why}" for name, why in self.unchecked.items()]
         lines += [
             f"not verified: {share:.0%} of the problems {f'of {key} ' if key else ''}were refused"
@@ -99,8 +111,24 @@ class Report:
         return "\n".join(lines)
 
 
+def _refusing_old_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return a function that raises an error with the new name of an argument for its old one."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **options: _P.kwargs) -> _T:
+        for old, new in SPELLINGS[function.__name__].items():
+            if old in options:
+                raise TypeError(
+                    f"{function.__name__} has no argument {old}; it is called {new} now"
+                )
+        return function(*args, **options)
+
+    return checked
+
+
+@_refusing_old_names
 def verify(
-    subject: Subject | Callable[..., Any],
+    kernel: Subject | Callable[..., Any],
     *,
     problems: Iterable[Call] | int = 20,
     guarantees: Sequence[str] | None = None,
@@ -120,13 +148,13 @@ def verify(
     process if it has called ``fa_verify.simulator.interpreter.repair.repair()``.
 
     Args:
-        subject: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it
+        kernel: A callable ``f(q, k, v, *, mask, sm_scale)`` whose attributes declare what it
             supports and how it rounds, or a ``Subject``. Tensors are (B, H, S, D). Or a function
             that merges states (``states=True``), or attends to a cache (``cache``).
         problems: The calls to check, each with every guarantee of its kind; or the number of calls
-            to draw for each check, dtype and configuration that the subject declares.
+            to draw for each check, dtype and configuration that the kernel declares.
         guarantees: The guarantees to check, by key or title, such as "G8", "layout" or "S1". None
-            checks all that are asked of single calls, of every kind that the subject takes. G1 is
+            checks all that are asked of single calls, of every kind that the kernel takes. G1 is
             asked besides, on problems of declared values that no draw had.
         device: Device of drawn problems, "cpu" or "cuda".
         max_seqlen: Largest sequence length to draw.
@@ -137,18 +165,19 @@ def verify(
         ``Report``.
 
     Raises:
-        TypeError: ``subject`` is neither callable nor a ``Subject``.
+        TypeError: ``kernel`` is neither callable nor a ``Subject``.
         ValueError: ``guarantees`` is empty or has an unknown name, ``device`` is unknown,
-            ``problems`` is less than 1, or the subject's declarations are invalid.
+            ``problems`` is less than 1, or the kernel's declarations are invalid.
         RuntimeError: The interpreter is not repaired, and no fork can repair it.
     """
-    if not isinstance(subject, Subject):
-        if not callable(subject):
-            raise TypeError(
-                f"subject is {subject!r}; needs a callable f(q, k, v, *, mask, sm_scale), or a "
-                "Subject"
-            )
-        subject = Subject.of(subject, getattr(subject, "__name__", type(subject).__name__))
+    if isinstance(kernel, Subject):
+        subject = kernel
+    elif callable(kernel):
+        subject = Subject.of(kernel, getattr(kernel, "__name__", type(kernel).__name__))
+    else:
+        raise TypeError(
+            f"kernel is {kernel!r}; needs a callable f(q, k, v, *, mask, sm_scale), or a Subject"
+        )
     if guarantees is not None and not guarantees:
         raise ValueError("guarantees is empty; needs keys or titles, such as 'G8' or 'layout'")
     claims = _asked(subject, guarantees)
@@ -243,7 +272,7 @@ def _verify(
     tally = runner.tally
     unchecked = runner.not_applicable() | unchecked
     return Report(
-        subject=subject.name,
+        kernel=subject.name,
         declared=subject.declared(),
         findings=findings,
         judged=len(tally.problems),

@@ -1,4 +1,4 @@
-"""The five outputs of attention, forward and backward, and a subject's declared numerics."""
+"""The five outputs of attention, forward and backward, and a kernel's declared numerics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outputs(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """A subject's declared numerics, which select the error bound.
+    """A kernel's declared numerics, which select the error bound.
 
     The defaults describe the kernels of ``fa_kernels``.
 

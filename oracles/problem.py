@@ -51,7 +51,7 @@ class Problem(Call):
         dout: Family of the output's gradient.
         dlse: Family of the gradient of lse; "none" if the loss does not depend on lse.
         dirty: Family of the values in padding rows and keys.
-        config: Name of the subject's tile configuration.
+        config: Name of the kernel's tile configuration.
         seed: Seed of the value streams.
         seeds: The seeds of a batched problem, which holds several problems along the batch axis,
             with equally many batch entries each; ``seed`` is then 0. Empty for a single problem.

@@ -127,9 +127,8 @@ def add_short_forms(group: pytest.OptionGroup) -> None:
     for name, attributes in _OPTIONS.items():
         short = {**attributes, "dest": _dest(name), "help": f"short for {_START}{name}"}
         group.addoption(f"--{name}", **short)
-    for old in SPELLINGS:
-        if old.startswith("--"):
-            group.addoption(old, help=argparse.SUPPRESS)
+    for old in SPELLINGS["options"]:
+        group.addoption(old, help=argparse.SUPPRESS)
 
 
 def given(options: argparse.Namespace) -> Iterator[str]:

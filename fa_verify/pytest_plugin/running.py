@@ -112,8 +112,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options before anything runs, and register the plugins of the suite."""
-    for old, new in SPELLINGS.items():
-        if old.startswith("--") and config.getoption(old, None) is not None:
+    for old, new in SPELLINGS["options"].items():
+        if config.getoption(old, None) is not None:
             raise pytest.UsageError(f"{old} is now called {new}")
     profile = config.getoption("--hypothesis-profile")
     if profile is not None and profile not in profiles.PROFILES:

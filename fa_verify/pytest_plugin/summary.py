@@ -31,7 +31,7 @@ __all__ = ["REPLAY", "Summary"]
 REPLAY = pytest.StashKey[Call]()
 # In a run of the command without -v: the lines of the header that are shown beside the device, and
 # the most reasons for which problems were not judged.
-_SHOWN_IN_BRIEF = ("attention: subject", "attention: masks", "attention: breadth")
+_SHOWN_IN_BRIEF = ("attention: kernel", "attention: masks", "attention: breadth")
 _MOST_REASONS = 3
 
 
@@ -56,7 +56,7 @@ class Summary:
             self.compiling += times.total / 1e6
 
     def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Return device, versions, subject, profile, workers and relevant environment variables."""
+        """Return device, versions, kernel, profile, workers and relevant environment variables."""
         if ON_GPU:
             device = f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} visible"
         else:
@@ -80,7 +80,7 @@ class Summary:
             lines.append(f"attention: {repair.describe()}")
         if not is_ours(config):
             subject = subject_of(config)
-            lines.append(f"attention: subject {subject.name}, declares {subject.declared()}")
+            lines.append(f"attention: kernel {subject.name}, declares {subject.declared()}")
         if breadth := config.getoption("--fa-breadth", None):
             lines.append(f"attention: breadth {breadth}: {breadth_of(config).described}")
         if mask_of(config) is not None:
@@ -91,7 +91,7 @@ class Summary:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Print device, versions and subject where the command leaves out pytest's header."""
+        """Print device, versions and kernel where the command leaves out pytest's header."""
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is None or not _is_brief(session.config):
             return
@@ -161,7 +161,7 @@ class Summary:
             missing, count = combinations_of(config, kind).missing(numbers)
             terminalreporter.write_line(combinations_line(missing, count, kind))
         if not self.tally.problems:
-            terminalreporter.write_line("the subject refused all problems, so nothing was verified")
+            terminalreporter.write_line("the kernel refused all problems, so nothing was verified")
         if ON_GPU and HAS_TRITON:
             terminalreporter.write_line(
                 f"{len(self.compiled):,} kernels compiled in {self.compiled.total():,} "

@@ -437,7 +437,7 @@ def forward_error(
         x: The chunk.
         sm_scale: Factor on q.k.
         c: The constants of the bound.
-        numerics: The subject's declared numerics.
+        numerics: The kernel's declared numerics.
         exact_spread: Weight the scores' error by |v - out|; otherwise by |v| + |out|, which is
             larger and takes two GEMMs.
         softcap: As in ``reference.attention``.

@@ -127,7 +127,7 @@ def read_given(
         given: Results of the chunk's rows.
         sm_scale: Factor on q.k.
         c: The constants of the bound.
-        numerics: The subject's declared numerics.
+        numerics: The kernel's declared numerics.
         exact_spread: As in ``forward_error``.
         softcap: As in ``reference.attention``.
     """

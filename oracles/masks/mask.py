@@ -93,8 +93,9 @@ class Mask:
     def __init_subclass__(cls, *, uniform: bool = False, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         cls.uniform = uniform
-        for old in SPELLINGS.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__} defines {old}; the method is called {SPELLINGS[old]}")
+        for old, new in SPELLINGS["Mask"].items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__} defines {old}; the method is called {new}")
 
     def _check_at_least_one(self, *names: str) -> None:
         """Checks that fields of a subclass are ints >= 1.

@@ -672,7 +672,7 @@ def _run(subject: Subject, problem: Problem, inputs: Inputs) -> Outputs[torch.Te
         with _exceptions_of_the_subject(forward):
             if not call.results["out"].requires_grad:
                 raise AssertionError(
-                    f"out of {subject.name} has no gradient; a subject without one declares "
+                    f"out of {subject.name} has no gradient; a kernel without one declares "
                     "backward=False"
                 )
             gradients = call.gradients(False)
@@ -697,7 +697,7 @@ def _gradients(
     if inputs.dlse is not None:
         if lse is None or not lse.requires_grad:
             raise AssertionError(
-                "lse has no gradient; a subject without one declares lse_grad=False"
+                "lse has no gradient; a kernel without one declares lse_grad=False"
             )
         losses = [*losses, (lse, inputs.dlse)][problem.dout == "zero" :]
     of, given = zip(*losses, strict=True)

@@ -90,6 +90,6 @@ def _told(then: Sequence[float], now: Sequence[float], shift: Shift) -> str:
     )
     low, high = (100 * (end - 1) for end in (shift.low, shift.high))
     return (
-        f"SDPA flash / subject {before} -> {after}, {100 * (shift.median - 1):+.1f} % "
+        f"SDPA flash / kernel {before} -> {after}, {100 * (shift.median - 1):+.1f} % "
         f"[{low:+.1f} %, {high:+.1f} %]"
     )

@@ -320,7 +320,7 @@ def check_that_problems_were_judged(runner: Runner) -> None:
     raise TooFewError(
         f"only {runner.judged} problems were judged, needs {least}: {refused} were refused by "
         f"{runner.subject.name}, {runner.out_of_range} were out of range.{reasons}\n"
-        "Declare what the subject does not support, so that it is not drawn."
+        "Declare what the kernel does not support, so that it is not drawn."
         if refused
         else f"only {runner.judged} problems were judged, needs {least}: "
         f"{runner.out_of_range} were out of range",

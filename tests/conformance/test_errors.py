@@ -53,7 +53,7 @@ BAD = {
 @pytest.fixture(autouse=True)
 def of_our_own_call(pytestconfig):
     if not is_ours(pytestconfig):
-        pytest.skip("G14 is about the project's own call; this subject is called by an adapter")
+        pytest.skip("G14 is about the project's own call; this kernel is called by an adapter")
 
 
 def call(subject, device, changed):

@@ -141,7 +141,7 @@ def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.Compl
 def test_a_correct_kernel_holds(folder):
     done = run(folder, "check", "my.py:attention", *ACCURACY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "subject attention, declares dtypes=('fp32',)" in done.stdout
+    assert "kernel attention, declares dtypes=('fp32',)" in done.stdout
     assert "worst error/bound" in done.stdout
     assert not re.search("rootdir|problems by path|worst out:|warnings summary", done.stdout)
     assert len(done.stdout.splitlines()) <= 40
@@ -385,7 +385,7 @@ def test_gradients_are_not_verified_with_forward_only(folder):
     words = "check", "my.py:without_a_gradient"
     done = run(folder, *words, *ACCURACY)
     assert done.returncode == 1
-    assert "a subject without one declares backward=False" in done.stdout
+    assert "a kernel without one declares backward=False" in done.stdout
     done = run(folder, *words, "--forward-only", *ACCURACY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "backward=False" in done.stdout

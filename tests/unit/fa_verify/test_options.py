@@ -305,7 +305,7 @@ def test_a_plain_pytorch_kernel_is_verified_without_triton(told):
     done = told["attention"]
     assert done.returncode == 0, done.stdout
     assert "Triton none" in done.stdout
-    header = "subject attention, declares dtypes=('bf16', 'fp32'), block_n=64"
+    header = "kernel attention, declares dtypes=('bf16', 'fp32'), block_n=64"
     summary = "\nattention declares dtypes=('bf16', 'fp32'), block_n=64"
     assert header in done.stdout
     assert summary in done.stdout
@@ -318,7 +318,7 @@ def test_a_kernel_that_refuses_everything_is_not_verified(told):
     done = told["refusing"]
     assert done.returncode == 4
     assert "NOT VERIFIED  refuses most problems; no problem was judged; " in done.stdout
-    assert "the subject refused all problems, so nothing was verified" in done.stdout
+    assert "the kernel refused all problems, so nothing was verified" in done.stdout
     assert "1 unsupported (100 %)\n  unsupported, 1: not today" in done.stdout
 
 
@@ -341,7 +341,7 @@ def test_a_wrong_kernel_fails_with_a_line_that_replays_it(told):
     done = told["wrong"]
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "G1 accuracy: out of wrong leaves the derived bound" in done.stdout
-    replay = re.search(r"replay: pytest .*--replay='(.*)'", done.stdout).group(1)
+    replay = re.search(r"replay: pytest .*--fa-replay='(.*)'", done.stdout).group(1)
     assert Problem.from_json(replay).dtype == "fp32"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa_verify
-from fa_verify import verify
+from fa_verify import Report, verify
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import claims_of
@@ -180,9 +180,20 @@ def test_bad_arguments_are_refused_by_name(arguments, says):
         verify(eager(), **arguments)
 
 
-def test_a_subject_that_cannot_be_called_is_refused():
-    with pytest.raises(TypeError, match=r"subject is 3; needs a callable f\(q, k, v"):
+def test_a_kernel_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"kernel is 3; needs a callable f\(q, k, v"):
         verify(3)
+
+
+def test_an_old_name_of_the_public_api_is_refused_with_the_new_one():
+    with pytest.raises(TypeError, match="no argument subject; it is called kernel now"):
+        verify(subject=eager())
+    report = Report("attention", "nothing", (), 0, 0, {}, {}, {}, "")
+    assert report.kernel == "attention"
+    with pytest.raises(AttributeError, match="'subject'; subject is now called kernel"):
+        _ = report.subject
+    with pytest.raises(AttributeError, match=r"Report has no attribute 'passed'$"):
+        _ = report.passed
 
 
 def test_a_missing_name_is_an_attribute_error():

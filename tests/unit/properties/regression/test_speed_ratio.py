@@ -40,7 +40,7 @@ def test_a_kernel_that_takes_a_tenth_longer_is_stopped_in_fifty_runs_of_fifty():
 def test_a_faster_kernel_is_told_and_is_no_alarm():
     (change,) = moved_speed({"f": (1.0, 1.0, 1.0)}, {"f": (1.25, 1.25, 1.25)})
     assert change.text == (
-        "f: SDPA flash / subject 1.000 [1.000, 1.000] -> 1.250 [1.250, 1.250], "
+        "f: SDPA flash / kernel 1.000 [1.000, 1.000] -> 1.250 [1.250, 1.250], "
         "+25.0 % [+25.0 %, +25.0 %]"
     )
     assert not change.alarm

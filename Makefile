@@ -33,10 +33,10 @@ test: $(environment) ## run all tests
 BASELINE ?= baselines/local.json
 
 gate: $(environment) ## compare with BASELINE=FILE: errors, kernels, speed, coverage
-	$(python) -m pytest -n auto --baseline=$(BASELINE)
+	$(python) -m pytest -n auto --fa-baseline=$(BASELINE)
 
 baseline: $(environment) ## write BASELINE=FILE
-	$(python) -m pytest -n auto --baseline=$(BASELINE) --update-baseline
+	$(python) -m pytest -n auto --fa-baseline=$(BASELINE) --fa-update-baseline
 
 sanitize: $(environment) ## sanitizers of NVIDIA and Triton over a short run; needs a GPU
 	@command -v compute-sanitizer >/dev/null || { \
@@ -51,8 +51,8 @@ mutation: $(environment) ## see that faults are found; SEED=0: which are drawn; 
 	$(python) -m tests.mutation $(if $(FULL),--full) $(if $(SEED),--seed '$(SEED)')
 
 fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=file.py:Name
-	$(python) -m pytest tests/conformance -n auto --minutes='$(MINUTES)' \
-	  $(if $(KERNEL),--kernel='$(KERNEL)') $(if $(MASK),--mask='$(MASK)')
+	$(python) -m pytest tests/conformance -n auto --fa-minutes='$(MINUTES)' \
+	  $(if $(KERNEL),--fa-kernel='$(KERNEL)') $(if $(MASK),--fa-mask='$(MASK)')
 
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
 	$(python) -m fa_verify.pytest_plugin.findings $(KERNELS)

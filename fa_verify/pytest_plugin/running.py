@@ -221,12 +221,8 @@ def _shows_progress(config: pytest.Config) -> bool:
 
 def _choose_replay_line(config: pytest.Config) -> None:
     """Choose a command that replays a problem in the folder of this run."""
-    form = replay_line.PLUGIN
-    if in_checkout(config):
-        form = replay_line.SHORT
     # The command fa-verify makes this the root.
-    elif config.rootpath == CONFORMANCE:
-        form = replay_line.COMMAND
+    form = replay_line.COMMAND if config.rootpath == CONFORMANCE else replay_line.PLUGIN
     more = ["forward-only"] if config.getoption("--fa-forward-only") else []
     assumed = config.getoption("--fa-assume")
     if assumed not in (None, "{}"):

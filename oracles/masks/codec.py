@@ -65,7 +65,7 @@ def mask_class(name: object) -> type[Mask]:
     if not isinstance(name, str) or name not in MASKS:
         known = sorted({*MASKS, *SHIPPED})
         raise UnknownMaskError(
-            f"mask type {name!r} is not replayable; known are {known}, and masks given by --mask"
+            f"mask type {name!r} is not replayable; known are {known}, and masks given by --fa-mask"
         )
     return MASKS[name]
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-__all__ = ["COMMAND", "PLUGIN", "SHORT", "replay_line", "set_form"]
+__all__ = ["COMMAND", "PLUGIN", "replay_line", "set_form"]
 
-# The program, the start of its options, and what the problem follows: in a checkout; where the
-# plugin is installed; and of the command that the package installs.
-SHORT = ("pytest", "--", "--replay=")
+# The program, the start of its options, and what the problem follows: of pytest with the plugin,
+# and of the command that the package installs.
 PLUGIN = ("pytest", "--fa-", "--fa-replay=")
 COMMAND = ("fa-verify explain", "--", "")
 
-_form: tuple[str, str, str] = SHORT
+_form: tuple[str, str, str] = PLUGIN
 _more: tuple[str, ...] = ()
 
 
@@ -21,7 +20,7 @@ def set_form(form: tuple[str, str, str], more: Sequence[str] = ()) -> None:
     """Choose the command that this process prints.
 
     Args:
-        form: SHORT, PLUGIN or COMMAND.
+        form: PLUGIN or COMMAND.
         more: Further options of the run, by name, with their quoted values.
     """
     global _form, _more
@@ -37,7 +36,7 @@ def replay_line(
         problem: The problem as JSON.
         kernel: Value of --fa-kernel; empty for the project's own kernels.
         mask: Value of --fa-mask; empty if the mask is not the user's.
-        form: SHORT, PLUGIN or COMMAND; None for that of this process.
+        form: PLUGIN or COMMAND; None for that of this process.
     """
     program, start, last = form or _form
     given = {"kernel": kernel, "mask": mask}

@@ -1,4 +1,4 @@
-"""The problems of --quick, each with its checks. Collected with that option only."""
+"""The problems of --fa-quick, each with its checks. Collected with that option only."""
 
 from __future__ import annotations
 

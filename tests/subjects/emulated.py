@@ -1,4 +1,4 @@
-"""The project's Hopper kernels on a CPU: ``--kernel=fa_verify.subjects.emulated:order_0``.
+"""The project's Hopper kernels on a CPU: ``--fa-kernel=fa_verify.subjects.emulated:order_0``.
 
 The number is the seed of the order of events. ``order_0_float64`` accumulates in float64, and its
 kernels take float64 inputs only. Calls that the kernels do not take run on the portable ones, in

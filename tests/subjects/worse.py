@@ -1,6 +1,6 @@
 """Degraded copies of the project's kernels, within every bound, which the gate must detect.
 
-``--kernel=fa_verify.subjects.worse:rounded_products`` has slightly larger errors; ``:delayed``
+``--fa-kernel=fa_verify.subjects.worse:rounded_products`` has slightly larger errors; ``:delayed``
 takes 10 % longer.
 """
 

@@ -98,7 +98,7 @@ def test_a_false_alarm_fails_the_command_and_prints_its_replay_line(
     assert (record["problems"], record["false_alarms"]) == (2, 2)
     said = capsys.readouterr().out
     assert "false alarm: G1 accuracy: dq of emulated leaves the derived bound" in said
-    assert "replay: pytest --kernel=benchmarks/emulated.py:attention --replay='" in said
+    assert "replay: pytest --fa-kernel=benchmarks/emulated.py:attention --fa-replay='" in said
 
 
 @pytest.mark.parametrize("fewer", [["--quick"], ["--lengths", "64"], ["--families", "normal"]])

@@ -166,7 +166,7 @@ def test_the_report_names_the_problem_and_what_became_of_it(parallel, test, seed
     report = report_of(test, parallel.stdout)
     assert "crashed while running" in report
     assert cause in report
-    assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in report
+    assert f"replay: pytest --fa-replay='{Problem(seed=seed).to_json()}'" in report
 
 
 def test_the_report_says_what_was_done_with_the_problem(parallel):
@@ -262,7 +262,7 @@ def test_a_terminated_run_reports_its_failures(run, interrupts):
 def test_a_single_process_reports_a_crash_on_stderr(run, test, seed, code):
     done = run(f"test_it.py::{test}")
     assert done.returncode == code
-    assert f"replay: pytest --replay='{Problem(seed=seed).to_json()}'" in done.stderr
+    assert f"replay: pytest --fa-replay='{Problem(seed=seed).to_json()}'" in done.stderr
     assert done.left_behind == []
 
 

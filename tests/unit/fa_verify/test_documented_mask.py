@@ -55,7 +55,7 @@ def test_a_slip_in_the_jit_predicate_is_found(tmp_path, example, device):
         "two forms of the mask Prefix() disagree, at (m, n) = (0, 0), b=0, h=0, M=1, N=1\n"
         "  the jit predicate, keys by rows, says hidden\n"
         "  the dense tensor says visible\n"
-        f"  replay: pytest --mask={tmp_path / 'prefix.py'}:Prefix --replay='{problem}'"
+        f"  replay: pytest --fa-mask={tmp_path / 'prefix.py'}:Prefix --fa-replay='{problem}'"
     )
     assert says in done.stdout
     page = (ROOT / "docs" / "verify-a-mask.md").read_text(encoding="utf-8")

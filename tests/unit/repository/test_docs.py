@@ -94,12 +94,16 @@ PARSED = {
     "python -m tests.mutation.diagnosis --write": "takes an hour",
     "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
     "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
-    "python -m pytest -n auto --baseline=baselines/local.json": "takes minutes",
-    "python -m pytest -n auto --baseline=baselines/local.json --update-baseline": "takes minutes",
-    "python -m pytest -n auto --mask=path/to/prefix.py:Prefix": "runs in test_documented_mask.py",
-    "python -m pytest -n auto --minutes=600 --example-db=redis://host:6379/0": "takes hours",
-    "python -m pytest tests/conformance -n auto --minutes=10": "takes minutes",
-    "python -m pytest tests/conformance -n auto --report=build/report": "takes minutes",
+    "python -m pytest -n auto --fa-baseline=baselines/local.json": "takes minutes",
+    "python -m pytest -n auto --fa-baseline=baselines/local.json --fa-update-baseline": (
+        "takes minutes"
+    ),
+    "python -m pytest -n auto --fa-mask=path/to/prefix.py:Prefix": (
+        "runs in test_documented_mask.py"
+    ),
+    "python -m pytest -n auto --fa-minutes=600 --fa-example-db=redis://host:6379/0": "takes hours",
+    "python -m pytest tests/conformance -n auto --fa-minutes=10": "takes minutes",
+    "python -m pytest tests/conformance -n auto --fa-report=build/report": "takes minutes",
     "pytest --pyargs fa_verify.conformance --fa-kernel=my.py:attention -n auto": OF_THE_PLUGIN,
     "fa-verify check my.py:attention": OF_THE_COMMAND,
     "fa-verify check my.py:attention -- --fa-gpu-memory=20": "needs a GPU",
@@ -113,14 +117,14 @@ PARSED = {
     "fa-verify check path/to/attention.py:attention --quick -- -x -k fp16": OF_THE_COMMAND,
     "fa-verify explain --kernel=path/to/attention.py:attention "
     """'{"version":1,"M":2}'""": OF_THE_COMMAND,
-    "fa-verify explain pytest --kernel=path/to/attention.py:attention "
-    """--replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
+    "fa-verify explain pytest --fa-kernel=path/to/attention.py:attention "
+    """--fa-replay='{"version":1,"M":2}'""": OF_THE_COMMAND,
     "fa-verify doctor": OF_THE_COMMAND,
     "fa-verify list": OF_THE_COMMAND,
     "fa-verify explain fa-verify-replays/attention-5db8d0bd69b9.npz": (
         "tests/unit/fa_verify/test_replay_files.py runs the command"
     ),
-    "python -m pytest --replay="
+    "python -m pytest --fa-replay="
     """'{"version":1,"M":7,"N":34,"D":32,"dtype":"fp16","config":"16x32"}'""": (
         "tests/unit/fa_verify/test_options.py replays problems"
     ),
@@ -232,6 +236,20 @@ def test_files_that_a_page_names_exist(name):
     named = re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml|json|yml|txt|csv))`", TEXTS[name])
     assert [x for x in named if not x.startswith("path/") and not re.search("[A-Z]{4}", x)
             and not (ROOT / x).exists()] == []  # fmt: skip
+
+
+# The subject of a commit is another.
+@pytest.mark.parametrize("name", sorted({*PAGES} - {"CONTRIBUTING.md"}))
+def test_a_page_calls_the_kernel_under_test_a_kernel(name):
+    prose = re.sub(r"^```.*?^```|^\|.*?$", "", TEXTS[name], flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r".*(?<![\w/.`])[Ss]ubjects?(?![\w/.`(]).*", prose) == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_gives_options_of_pytest_the_names_that_work_everywhere(name):
+    names = "|".join(re.findall(r"^\| `--fa-([\w-]+)", TEXTS["docs/options.md"], re.MULTILINE))
+    lines = (x for x in TEXTS[name].splitlines() if "fa-verify" not in x)
+    assert [x for x in lines if re.search(rf"pytest\b[^`]* --({names})(?![\w-])", x)] == []
 
 
 def test_every_command_is_run_or_parsed():
@@ -400,9 +418,9 @@ def test_the_glossary_is_in_alphabetical_order():
 def test_the_replay_line_that_a_page_reads_is_one_of_a_message_and_explained_in_full():
     page = TEXTS["docs/options.md"]
     _, _, section = page.partition("## Replay lines")
-    (line,) = re.findall(r"^pytest --replay='(.*)'$", section, re.MULTILINE)
+    (line,) = re.findall(r"^pytest --fa-replay='(.*)'$", section, re.MULTILINE)
     assert Problem.from_json(line).to_json() == line
-    assert f"replay: pytest --replay='{line}'" in TEXTS["docs/failure-messages.md"]
+    assert f"replay: pytest --fa-replay='{line}'" in TEXTS["docs/failure-messages.md"]
     explained = "\n".join(re.findall(r"^- .*$", section, re.MULTILINE))
     assert [x for x in json.loads(line) if f'"{x}"' not in explained] == []
 

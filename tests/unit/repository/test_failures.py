@@ -121,7 +121,7 @@ def test_a_kind_has_actions_for_messages_that_exist(kind):
 
 def test_the_message_on_the_page_is_that_of_a_planted_fault():
     subject = Subject.of(Eager("sees one key more"), "attention")
-    trial = run_trial(subject, Problem.from_json(re.search(r"--replay='(.*)'", PAGE)[1]))
+    trial = run_trial(subject, Problem.from_json(re.search(r"--fa-replay='(.*)'", PAGE)[1]))
     (message,) = re.findall(r"```text\n(.*?)\n```", PAGE, re.DOTALL)
     found = next(x for x in hidden_positions(trial) if "depends on a key" in x.claim)
     # Other processors round the last digits otherwise.

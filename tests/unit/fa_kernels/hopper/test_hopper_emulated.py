@@ -71,7 +71,7 @@ def test_a_finding_of_the_emulation_replays_in_the_emulation(emulated):
         report
     )
     spec = "fa_verify.subjects.emulated:order_0"
-    assert f"replay: pytest --kernel={spec} --replay='{SHARED.to_json()}'" in str(report)
+    assert f"replay: pytest --fa-kernel={spec} --fa-replay='{SHARED.to_json()}'" in str(report)
     replayed = load(spec)
     assert verify(replayed, problems=[SHARED], guarantees=("G1",))
     tiles = replayed.tiles(SHARED)
@@ -90,7 +90,7 @@ def test_a_finding_replays_with_its_accumulator_and_order(options, name, emulate
     asked = dataclasses.replace(SHARED, dtype=dtype)
     report = checked(asked, guarantees=("G1",))
     spec = f"fa_verify.subjects.emulated:{name}"
-    assert f"replay: pytest --kernel={spec} --replay='{asked.to_json()}'" in str(report)
+    assert f"replay: pytest --fa-kernel={spec} --fa-replay='{asked.to_json()}'" in str(report)
     # Kernels that do not take the dtype would leave the problem to the portable ones.
     tiles = load(spec).tiles(asked)
     assert tiles == hopper.forward_tile(asked.Dv) != portable_tiles(asked)

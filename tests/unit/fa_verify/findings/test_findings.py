@@ -190,7 +190,7 @@ def test_the_document_has_guarantees_by_kernels():
 
 
 def test_the_document_quotes_the_finding_with_its_replay_line():
-    message = "G5 hidden positions: out of it\n  worst\n  replay: pytest --replay='{}'"
+    message = "G5 hidden positions: out of it\n  worst\n  replay: pytest --fa-replay='{}'"
     it = subject(of_test(HIDDEN, "failed", ("G5 hidden positions", message, "{}")))
     said = document([result(it=it)])
     assert "".join(f"    {line}\n" for line in message.splitlines()) in said

@@ -120,7 +120,7 @@ def test_findings_are_recorded_with_their_problem(records):
     (finding,) = record_of(records, "test_is_violated")["findings"]
     assert finding["guarantee"] == "exception"
     assert finding["problem"] == Problem(M=3).to_json()
-    assert f"replay: pytest --replay='{Problem(M=3).to_json()}'" in finding["message"]
+    assert f"replay: pytest --fa-replay='{Problem(M=3).to_json()}'" in finding["message"]
 
 
 def test_a_crash_is_recorded_with_the_problem_under_way(records):

@@ -167,7 +167,7 @@ def test_the_distribution_counts_every_judged_problem_once(record):
 
 def test_a_failure_has_its_replay_line_and_a_map_of_where_it_errs(record):
     findings = [finding for x in record["failures"] for finding in x["findings"]]
-    assert all("--replay='{" in finding["replay"] for finding in findings)
+    assert all("--fa-replay='{" in finding["replay"] for finding in findings)
     (heat, *_) = [finding["heat"] for finding in findings if finding["heat"]]
     assert (heat["axis"], heat["tile"], heat["is_ratio"]) == ("m", 16, True)
     assert len(heat["values"]) == heat["rows"]

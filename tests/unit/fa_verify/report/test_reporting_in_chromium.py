@@ -40,7 +40,7 @@ RECORD = {
     "problems": {
         "by_dtype": {"fp16": 7}, "several_tiles": 3, "out_of_range": 1, "unsupported": {},
     },
-    "worst": [{"output": "out", "dtype": "fp16", "ratio": None, "replay": "pytest --replay='{}'"}],
+    "worst": [{"output": "out", "dtype": "fp16", "ratio": None, "replay": "pytest --fa-replay={}"}],
     "distribution": {"edges": [0.1, 1.0], "counts": {"out fp16": [1, 5, 1]}},
     "failures": [
         {

@@ -249,7 +249,7 @@ def test_a_subject_that_writes_to_the_table_is_found():
 def test_a_replay_line_holds_the_whole_problem():
     (finding, *_) = found_on(subject_of(drops_the_append), PROBLEM, CACHES["accuracy"])
     line = str(finding).splitlines()[-1]
-    assert line == f"  replay: pytest --replay='{PROBLEM.to_json()}'"
+    assert line == f"  replay: pytest --fa-replay='{PROBLEM.to_json()}'"
     assert call_from_json(PROBLEM.to_json()) == PROBLEM
 
 

@@ -81,7 +81,7 @@ def test_a_finding_says_where_what_and_how_to_replay():
     assert "1 of 480 elements is bad" in message
     assert "m tile 1 of 2 (width 16), the ragged tail, crossed by the mask's edge" in message
     assert "bad only at b=1, h=2, m=19" in message
-    replayed = re.search(r"--replay='(.*)'", message).group(1)
+    replayed = re.search(r"--fa-replay='(.*)'", message).group(1)
     assert Problem.from_json(replayed) == CAUSAL
 
 

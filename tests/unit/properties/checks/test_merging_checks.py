@@ -207,7 +207,7 @@ def test_each_check_finds_a_broken_merge(name):
     assert not any("exception" in x.claim for x in found[name])
     message = str(found[name][0])
     assert message.startswith("S2 conventions: " if name == "conventions" else "S1 merging: ")
-    json = message.splitlines()[-1].removeprefix("  replay: pytest --replay=").strip("'")
+    json = message.splitlines()[-1].removeprefix("  replay: pytest --fa-replay=").strip("'")
     assert call_from_json(json) == found[name][0].problem
 
 

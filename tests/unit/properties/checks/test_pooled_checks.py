@@ -134,7 +134,7 @@ def test_a_fault_is_found_named_and_can_be_replayed(check, fault, output, where)
     assert found[0].output == output
     assert where in found[0].where
     assert found[0].guarantee.split()[0] == check.split()[1]
-    assert f"pytest --replay='{PROBLEM.to_json()}'" in str(found[0])
+    assert f"pytest --fa-replay='{PROBLEM.to_json()}'" in str(found[0])
 
 
 def test_nan_that_is_written_is_not_said_to_be_unwritten():

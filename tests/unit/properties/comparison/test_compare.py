@@ -127,7 +127,10 @@ def test_a_finding_counts_what_was_compared():
 @pytest.mark.parametrize("raised", ["", "ValueError: no"])
 @pytest.mark.parametrize(
     ("kernel", "words"),
-    [("", "pytest --replay="), ("my file.py:f", "pytest --kernel='my file.py:f' --replay=")],
+    [
+        ("", "pytest --fa-replay="),
+        ("my file.py:f", "pytest --fa-kernel='my file.py:f' --fa-replay="),
+    ],
 )
 def test_every_finding_ends_with_the_line_that_replays_it(raised, kernel, words):
     problem = Problem(N=7, seed=3)
@@ -138,7 +141,7 @@ def test_every_finding_ends_with_the_line_that_replays_it(raised, kernel, words)
 
 def test_the_replay_line_has_the_file_of_the_mask():
     made = dataclasses.replace(finding(Problem(), "out", (0, 0, 0, 1)), mask="my mask.py:Prefix")
-    assert made.replay.startswith("pytest --mask='my mask.py:Prefix' --replay=")
+    assert made.replay.startswith("pytest --fa-mask='my mask.py:Prefix' --fa-replay=")
 
 
 @pytest.mark.parametrize(

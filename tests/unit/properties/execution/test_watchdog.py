@@ -371,7 +371,7 @@ def test_a_sticky_error_ends_the_process(path, watchdog_with, capfd):
     assert ended.record.detail == "RuntimeError: an illegal memory access"
     said = capfd.readouterr().err
     assert "cuda error: RuntimeError: an illegal memory access" in said
-    assert f"pytest --replay='{PROBLEM.to_json()}'" in said
+    assert f"pytest --fa-replay='{PROBLEM.to_json()}'" in said
 
 
 def test_other_errors_do_not_end_the_process(path, watchdog_with):

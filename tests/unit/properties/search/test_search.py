@@ -285,7 +285,7 @@ def test_an_exception_raised_in_a_library_names_the_line_that_called_it():
 
 def test_the_message_of_an_exception_can_be_replayed():
     (finding,) = runner_of(Raises()).findings(Problem(N=17, dtype="fp64"), nothing)
-    (replayed,) = re.findall(r"pytest --replay='(.*)'", str(finding))
+    (replayed,) = re.findall(r"pytest --fa-replay='(.*)'", str(finding))
     assert json.loads(replayed) == {"version": 1, "N": 17, "dtype": "fp64"}
 
 

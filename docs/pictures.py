@@ -1,7 +1,9 @@
 """Draws the pictures of the documentation: ``python -m docs.pictures``.
 
 ``images/caught-bug.png`` comes from a run in Triton's interpreter of the kernels, and of a copy
-that lacks one line. ``images/speed.png`` comes from ``results/nvidia-h200/speed.csv``.
+that lacks one line. ``images/bound-and-errors.svg`` shows the row of ``worked_element``, of these
+kernels and of two other attentions. ``images/speed.png`` comes from
+``results/nvidia-h200/speed.csv``.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["caught_bug", "speed"]
+__all__ = ["bound_and_errors", "caught_bug", "speed"]
 
 ROOT = Path(__file__).parents[1]
 IMAGES = Path(__file__).parent / "images"
@@ -100,6 +102,59 @@ def _draw_ratios(ratios: list[Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _in_bf16(q: Any, k: Any, v: Any, *, mask: Any, sm_scale: float) -> Any:
+    """Attention without a mask whose scores, weights and output are bf16."""
+    del mask
+    return (q @ k.mT * sm_scale).softmax(-1) @ v
+
+
+def _without_last_tile(q: Any, k: Any, v: Any, *, mask: Any, sm_scale: float) -> Any:
+    """Attention without a mask that leaves out the last 16 keys."""
+    del mask
+    scores = q.float() @ k[:, :, :-16].float().mT * sm_scale
+    return (scores.softmax(-1) @ v[:, :, :-16].float()).to(q.dtype)
+
+
+def bound_and_errors(path: Path) -> None:
+    """Bound and error of the elements of a row of out, for the kernels and for two others."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from docs.worked_element import PROBLEM
+    from fa_verify.properties.execution.trial import run_trial
+    from fa_verify.properties.subjects.subject import Subject
+    from fa_verify.subjects import ours
+
+    mpl.rcParams.update({"svg.hashsalt": "fa-verify", "svg.fonttype": "none"})
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panel = figure.subplots()
+    for attention, name, marker, color in (
+        (ours.flash_attention, "fa_kernels", "o", "tab:blue"),
+        (_in_bf16, "scores and weights in bf16", "+", "tab:green"),
+        (_without_last_tile, "without the last 16 keys", "x", "tab:red"),
+    ):
+        trial = run_trial(Subject.of(attention, "attention"), PROBLEM)
+        assert trial is not None
+        want, bound = trial.want.out[0, 0, 0], trial.judgement.bound.out[0, 0, 0]
+        errors = trial.got.out[0, 0, 0].double() - want
+        ratio = float((errors.abs() / bound).max())
+        panel.plot(errors.numpy(), marker, color=color, markersize=4, label=f"{name}: {ratio:.2f}")
+    columns = range(PROBLEM.Dv)
+    stored = want.abs().numpy() * 2.0**-8
+    whole = bound.numpy()
+    for height, color, name in (
+        (whole, "0.85", "bound"), (stored, "0.65", "of it: stored result")
+    ):  # fmt: skip
+        panel.fill_between(columns, -height, height, step="mid", color=color, label=name, zorder=0)
+    panel.set_xlabel("column d of out[0, 0, 0]")
+    panel.set_ylabel("error")
+    panel.set_yscale("symlog", linthresh=0.005)
+    panel.set_yticks([-0.1, -0.01, 0.0, 0.01, 0.1])
+    panel.set_xlim(-0.5, PROBLEM.Dv - 0.5)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def speed(path: Path) -> None:
     """TF of the forward and the backward beside the fastest others."""
     from benchmarks.plot import draw
@@ -124,4 +179,5 @@ def speed(path: Path) -> None:
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     caught_bug(IMAGES / "caught-bug.png")
+    bound_and_errors(IMAGES / "bound-and-errors.svg")
     speed(IMAGES / "speed.png")

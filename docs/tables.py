@@ -20,6 +20,8 @@ from typing import Any
 
 from benchmarks import numerics_table, same_bits, shapes
 from benchmarks.table import markdown
+from docs import worked_element
+from fa_verify.oracles.outputs import OUTPUTS
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
 
@@ -446,6 +448,28 @@ def _guarantees() -> list[str]:
     return markdown(head, rows)
 
 
+def _worked_quantities() -> list[str]:
+    """The numbers that the terms of the worked element are made of, in a row."""
+    numbers = worked_element.quantities()
+    return markdown([*numbers], [[f"{x:.3g}" for x in numbers.values()]])
+
+
+def _worked(whole: str, terms: Mapping[str, float]) -> list[str]:
+    """The terms of one bound with their values and shares, and their sum."""
+    total = sum(terms.values())
+    rows = [(name, f"{x:.2e}", f"{100 * x / total:.1f} %") for name, x in terms.items()]
+    return markdown(("term", "value", "share"), [*rows, (whole, f"{total:.2e}", "")])
+
+
+def _worked_sources() -> list[str]:
+    """By how much each bound is smaller without the errors of one kind of rounding."""
+    rows = [
+        (source, *(f"{100 * share:.1f} %" for share in shares.values()))
+        for source, shares in worked_element.sources()
+    ]
+    return markdown(("without", *OUTPUTS), rows)
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "guarantees": _guarantees,
     "speed-bf16": lambda: _speed("speed.csv"),
@@ -473,6 +497,11 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
         for name in ("speed-flash-attn-4", "speed-flash-attn-4-fp16")
     },
     "shapes": _shapes,
+    "worked-quantities": _worked_quantities,
+    "worked-score": lambda: _worked("$E$", worked_element.score_terms()),
+    "worked-out": lambda: _worked(r"$B_{out}$", worked_element.out_terms()),
+    "worked-lse": lambda: _worked(r"$B_{lse}$", worked_element.lse_terms()),
+    "worked-sources": _worked_sources,
     "options": _options,
     "floors": _floors,
     "problem-fields": _problem_fields,

@@ -1,11 +1,11 @@
-"""Runs the first steps of a new user, and writes what they print for the page "A first run".
+"""Runs the commands of the page "The first hour", and writes what they print.
 
 python -m docs.transcript [--here] [--wheel FILE] [--only NAMES] [--out FOLDER]
 
 A wheel of this checkout and Triton are installed into an empty virtual environment, in an empty
-folder with the kernel of docs/first_run. ``--here`` uses the packages of this interpreter instead,
-for a machine without the network, and ``--wheel`` a wheel made elsewhere. The faults of the kernel
-are fixed between the commands.
+folder with the kernel of docs/first_hour. ``--here`` uses the packages of this interpreter instead,
+for a machine without the network, and ``--wheel`` a wheel made elsewhere. The kernel is changed
+between the commands, as on the page.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ROOT / "docs" / "first_run"
+KERNELS = ROOT / "docs" / "first_hour"
+PROBE = "fa-verify probe kernel.py:attention"
 CHECK = "fa-verify check kernel.py:attention --quick"
 EXPLAIN = "fa-verify explain --kernel=kernel.py:attention"
-# By the file of the output: the command, and the file of the fix that precedes it.
+SMALLEST = """'{"version":1,"M":2,"N":36,"dtype":"fp16"}'"""
+# By the file of the output: the command, and the file of the change that precedes it.
 STEPS: Mapping[str, tuple[str, str | None]] = {
+    "probe-1": (PROBE, None),
     "check-1": (CHECK, None),
-    "explain-1": (EXPLAIN + """ '{"version":1,"dtype":"fp16"}'""", None),
-    "check-2": (CHECK, "fix-1.diff"),
-    "check-3": (CHECK, "fix-2.diff"),
-    "explain-3": (EXPLAIN + """ '{"version":1,"B":2,"M":35,"N":129,"dtype":"fp16"}'""", None),
-    "check-4": (CHECK, "fix-3.diff"),
+    "explain-1": (f"{EXPLAIN} {SMALLEST}", None),
+    "explain-2": (f"{EXPLAIN} {SMALLEST}", "fix.diff"),
+    "probe-2": (PROBE, "numerics.diff"),
+    "check-2": (f"{CHECK} --waive known.txt", None),
 }
 
 
@@ -50,14 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default=",".join(STEPS), metavar="NAMES")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fa-verify-first-run-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="fa-verify-first-hour-") as temporary:
         place = Path(temporary)
         folder = place / "kernels"
         shutil.copytree(KERNELS, folder, ignore=shutil.ignore_patterns("output", "__pycache__"))
         environment = _installed(place, options)
-        for name, (command, fix) in STEPS.items():
-            if fix is not None:
-                subprocess.run(["git", "apply", fix], cwd=folder, check=True)
+        for name, (command, change) in STEPS.items():
+            if change is not None:
+                subprocess.run(["git", "apply", change], cwd=folder, check=True)
             if name in options.only.split(","):
                 text = "\n".join(_said(command, folder, environment))
                 (options.out / f"{name}.txt").write_text(text + "\n", encoding="utf-8")

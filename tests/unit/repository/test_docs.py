@@ -69,6 +69,7 @@ PARSED = {
     "make fuzz MINUTES=10 KERNEL=path/to/file.py:name": "has a placeholder",
     "make fuzz MINUTES=10 MASK=path/to/file.py:Name": "has a placeholder",
     "pip install ../clone": "changes the environment",
+    "pip install '../clone[triton]'": "changes the environment",
     "pip install -e '.[test]'": "changes the environment",
     "pip install -e '.[report]'": "changes the environment",
     "python -m benchmarks.memory": "needs a GPU",
@@ -132,6 +133,7 @@ PARSED = {
 ELSEWHERE = {
     "docs/adding.md": "tests/unit/repository/test_adding.py",
     "docs/inference-kernels.md": "tests/unit/fa_verify/test_inference_page.py",
+    "docs/the-first-hour.md": "tests/unit/fa_verify/test_first_hour_page.py",
     "docs/verify-a-mask.md": "tests/unit/fa_verify/test_documented_mask.py",
 }
 # Commands of formulas that are no symbols.
@@ -216,7 +218,8 @@ def test_no_table_is_stale(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("README.md", 200), ("CONTRIBUTING.md", 90), ("docs/first-run.md", 81)]
+    ("name", "lines"),
+    [("README.md", 200), ("CONTRIBUTING.md", 90), ("docs/the-first-hour.md", 250)],
 )
 def test_the_first_pages_are_short(name, lines):
     assert TEXTS[name].count("\n") < lines
@@ -328,9 +331,9 @@ def test_the_first_example_prints_what_the_page_shows():
     _shown(numbers.sub("0.", text[1]), numbers.sub("0.", _run(declared, {})))
 
 
-def test_the_first_run_shows_the_outputs_of_its_steps():
+def test_the_first_hour_shows_the_outputs_of_its_steps():
     _, *shown = re.split(
-        r"^(?=\$ )", "".join(blocks("docs/first-run.md", "text")), flags=re.MULTILINE
+        r"^(?=\$ fa-verify )", "".join(blocks("docs/the-first-hour.md", "text")), flags=re.MULTILINE
     )
     for text, (name, (command, _)) in zip(shown, transcript.STEPS.items(), strict=True):
         output = (transcript.KERNELS / "output" / f"{name}.txt").read_text(encoding="utf-8")
@@ -342,15 +345,17 @@ def test_the_first_run_shows_the_outputs_of_its_steps():
         parsed(shlex.split(command)[1:])
 
 
-def test_the_first_run_shows_the_fixes_of_its_kernel(tmp_path):
+def test_the_first_hour_shows_the_files_of_its_kernel(tmp_path):
+    waivers = (transcript.KERNELS / "known.txt").read_text(encoding="utf-8")
+    assert blocks("docs/the-first-hour.md", "none") == [waivers]
     shutil.copy(transcript.KERNELS / "kernel.py", tmp_path)
-    fixes = [fix for _, fix in transcript.STEPS.values() if fix is not None]
-    shown = blocks("docs/first-run.md", "diff")
-    for text, fix in zip(shown, fixes, strict=True):
-        lines = (transcript.KERNELS / fix).read_text(encoding="utf-8").splitlines()
+    changes = [change for _, change in transcript.STEPS.values() if change is not None]
+    shown = blocks("docs/the-first-hour.md", "diff")
+    for text, change in zip(shown, changes, strict=True):
+        lines = (transcript.KERNELS / change).read_text(encoding="utf-8").splitlines()
         changed = [x for x in lines if re.match(r"[-+](?![-+]{2} )", x)]
         assert text.splitlines() == changed
-        subprocess.run(["git", "apply", transcript.KERNELS / fix], cwd=tmp_path, check=True)
+        subprocess.run(["git", "apply", transcript.KERNELS / change], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ def _forward(
     queries = tl.load(q + at_q, offs_m[:, None] < M, 0.0)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], v.dtype.element_ty)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         at_k = (head // groups * N + offs_n)[:, None] * D + offs_d
         keys = tl.load(k + at_k, offs_n[:, None] < N, 0.0)
         values = tl.load(v + at_k, offs_n[:, None] < N, 0.0)
         scores = tl.dot(queries, keys.T, input_precision="ieee") * sm_scale
-        seen = (offs_n <= N)[None, :]
+        seen = (offs_n < N)[None, :]
         if CAUSAL:
             seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
         scores = tl.where(seen, scores, float("-inf"))
@@ -38,7 +38,7 @@ def _forward(
         p = tl.exp(scores - m_safe[:, None])
         l_i = l_i * alpha + tl.sum(p, 1)
         pv = tl.dot(p.to(values.dtype), values, input_precision="ieee")
-        acc = (acc + pv).to(values.dtype)
+        acc = acc + pv
         m_i = m_new
     result = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     tl.store(out + at_q, result.to(out.dtype.element_ty), offs_m[:, None] < M)
@@ -72,10 +72,12 @@ class _Attention(torch.autograd.Function):
         kf, vf = (x.float().repeat_interleave(groups, 1) for x in (k, v))
         scores = qf @ kf.mT * ctx.sm_scale
         p = torch.exp(scores - lse[..., None])
+        ds = p * (df @ vf.mT - (df * outf).sum(-1, keepdim=True))
         if ctx.causal:
             seen = torch.ones(M, N, dtype=torch.bool, device=q.device).tril(N - M)
-            p = p.masked_fill(~seen, 0)
-        ds = p * (df @ vf.mT - (df * outf).sum(-1, keepdim=True))
+            p, ds = p.masked_fill(~seen, 0), ds.masked_fill(~seen, 0)
+        # Rounded before their dots, as for tensor cores.
+        p, ds = (x.to(q.dtype).float() for x in (p, ds))
         dq = ds @ kf * ctx.sm_scale
         dk, dv = (
             x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ qf * ctx.sm_scale, p.mT @ df)

@@ -155,7 +155,8 @@ def _interleaved(calls: _Calls) -> _Runs:
         if _CHANGED not in str(error):
             raise
         return
-    gradients = {name: got[name] for name in calls.gradients}
+    # A merge of no parts has none.
+    gradients = {name: x for name, x in got.items() if name in calls.gradients}
     yield gradients, G16.key, "in a backward after out was changed in place"
 
 

@@ -46,6 +46,6 @@ def test_a_stride_fault_is_not_shown_at_the_inputs_of_another_fault(tmp_path):
         "version": 1, "H": 2, "Hk": 2, "N": 2,
         "layouts": ["bhsd", "bshd", "bhsd", "bhsd"],
     }  # fmt: skip
-    shown = [json.loads(x) for x in re.findall(r"replay: .*--replay='(.*)'", done.stdout)]
+    shown = [json.loads(x) for x in re.findall(r"replay: .*--fa-replay='(.*)'", done.stdout)]
     assert len(shown) > 1
     assert all(problem == plain for problem in shown)

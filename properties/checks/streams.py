@@ -71,7 +71,7 @@ def replayed(trial: AttentionTrial) -> list[Finding]:
         replay, found = captured(lambda: _run(subject, problem, buffers))
     except SubjectError as error:
         raise SubjectError(
-            f"a call cannot be captured in a CUDA graph: {error}; a subject that does not support "
+            f"a call cannot be captured in a CUDA graph: {error}; a kernel that does not support "
             "graphs declares cuda_graphs=False"
         ) from error
     for of in (other, trial):

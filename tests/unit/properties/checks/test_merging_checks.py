@@ -182,12 +182,6 @@ def claimed(name):
     return next(found)
 
 
-def ring_finding():
-    """The finding of a ring whose lses are too large."""
-    late = ring_subject(lambda outs, lses: torch_merge(outs, lses + 1e-6))
-    return ring(late)[0]
-
-
 @pytest.mark.parametrize("name", CLAIMS)
 def test_each_claim_is_made_of_a_broken_merge(name):
     assert CLAIMS[name][1] in str(claimed(name))

@@ -122,7 +122,7 @@ def test_a_fault_is_found(check, fault, says):
 
 
 def test_a_subject_that_cannot_be_captured_is_reported_unless_it_declares_it():
-    says = r"cannot be captured .* capturing.*; a subject that does not .* declares cuda_graphs=Fal"
+    says = r"cannot be captured .* capturing.*; a kernel that does not .* declares cuda_graphs=Fal"
     with pytest.raises(SubjectError, match=f"(?s){says}"):
         found("replayed", "has no graphs")
     subject = Standing("has no graphs")

@@ -51,9 +51,13 @@ def test_calls_that_differ_in_one_argument_do_not_depend_on_their_order(
     check_one, subject, device, shard, pytestconfig
 ):
     repeated = subject.promises("G10", shard.config)
-    if not repeated:
+    if not repeated and device != "cpu":  # the other calls need kernels that no test compiles
         pytest.skip(f"{subject.name} does not promise G10, bitwise equal results in every run")
     problem, *others = calls_of(subject, shard, device)
+    if not repeated:
+        # Each call lies within its bound, whichever is before it.
+        check_one(problem, claims.sequence)
+        return
 
     # In the first process, each call follows one that differs from it in one argument. In the
     # second, each has a fork of its own; or the order is reversed, where CUDA forbids forks and

@@ -70,8 +70,8 @@ def sink_gradient(trial: AttentionTrial) -> list[Finding]:
     problem, inputs, subject = trial.problem, trial.inputs, trial.subject
     if inputs.sinks is None or not subject.backward or problem.N == 0:
         return []
-    found = judge_sink_gradient(trial, lambda: run_gradient(subject, problem, inputs, "dsinks"))
-    return found or _changed_later(trial, "dsinks")
+    run = run_gradient(subject, problem, inputs, "dsinks")
+    return judge_sink_gradient(trial, lambda: run) or _changed_later(trial, run.gradient)
 
 
 def judge_bias_gradient(trial: AttentionTrial, run: Callable[[], GradientRun]) -> list[Finding]:
@@ -128,14 +128,12 @@ _LEAVES = "leaves the derived bound"
 _MOST_PAIRS = 2**18
 
 
-def _changed_later(trial: AttentionTrial, output: str) -> list[Finding]:
-    """G16: a gradient stays as it is in the next backward, whose gradient may be added to it."""
-    subject, problem, inputs = trial.subject, trial.problem, trial.inputs
-    got = run_gradient(subject, problem, inputs, output).gradient
-    kept = got.clone()
-    run_gradient(subject, problem, inputs._replace(dout=-inputs.dout / 2), output)
+def _changed_later(trial: AttentionTrial, got: torch.Tensor) -> list[Finding]:
+    """G16: dsinks stays as it is in the next backward, whose gradient may be added to it."""
+    kept, other = got.clone(), trial.inputs._replace(dout=-trial.inputs.dout / 2)
+    run_gradient(trial.subject, trial.problem, other, "dsinks")
     claim = "changes in the backward of the next call"
-    return _beyond(trial, output, got, kept, torch.zeros_like(kept), G16.key, claim)
+    return _beyond(trial, "dsinks", got, kept, torch.zeros_like(kept), G16.key, claim)
 
 
 def _scores(trial: AttentionTrial) -> dict[str, Any]:

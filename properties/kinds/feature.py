@@ -161,10 +161,9 @@ def phrase(feature: Feature) -> str:
         return f"{name.split()[2]} not contiguous"
     if " stride of " in name:
         dimension, tensor = name.split(" stride of ")
-        sizes = ("Hk * N" if tensor in "kv" else "H * M") + (" * D" if tensor in "qk" else " * Dv")
-        start = ("batch", "head", "row").index(dimension) if dimension != "column" else None
-        dense = "1" if start is None else " * ".join(sizes.split(" * ")[start:])
-        return f"a {dimension} stride of {tensor} other than {dense}"
+        sizes = [*("Hk N" if tensor in "kv" else "H M").split(), "D" if tensor in "qk" else "Dv"]
+        inner = sizes[("batch", "head", "row", "column").index(dimension) :]
+        return f"a {dimension} stride of {tensor} other than {' * '.join(inner) or 1}"
     return name
 
 

@@ -59,8 +59,10 @@ def _form(layout: str, B: int, heads: int, rows: int, columns: int) -> _Form:
 
 def strides_of(layout: str, *sizes: int) -> tuple[int, ...]:
     """Return the strides, in elements, of a tensor (B, heads, rows, columns) in a layout."""
-    strides = _form(layout, *sizes).strides
-    return (strides[0], 0, *strides[2:]) if layout == "expanded" else strides
+    if layout == "expanded":  # one head is stored
+        batch, _, *inner = _form(layout, sizes[0], 1, *sizes[2:]).strides
+        return batch, 0, *inner
+    return _form(layout, *sizes).strides
 
 
 def _one_head(values: torch.Tensor) -> torch.Tensor:

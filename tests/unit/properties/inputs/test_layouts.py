@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import LAYOUTS
-from fa_verify.properties.inputs.layouts import lay_out
+from fa_verify.properties.inputs.layouts import lay_out, strides_of
 
 SHAPE = (2, 3, 5, 7)
 WIDE = (2, 3, 5, 64)  # rows that are larger than the margin
@@ -151,3 +151,9 @@ def test_expanded_refuses_heads_that_differ():
 def test_unknown_layouts_are_refused():
     with pytest.raises(ValueError, match=r"^layout is 'sbhd'; needs one of"):
         lay_out(made("bhsd"), "sbhd")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_are_those_of_the_tensor_that_is_laid_out(layout):
+    values = torch.zeros(2, 3, 4, 5)
+    assert strides_of(layout, *values.shape) == lay_out(values, layout).stride()

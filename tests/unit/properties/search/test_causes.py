@@ -379,6 +379,24 @@ CONJUNCTIONS = {
         Problem(M=70, N=64, mask=Mask(causal=True)),
         {"causal", "M above 32", "M is no multiple of 32", "N is a multiple of 32"},
     ),
+    "a window of 0 keys": (
+        lambda q, k, v, mask: mask.window_left == 0,
+        Problem(M=5, N=9, mask=Mask(window_left=0)), {"window left of 0"},
+    ),
+    "any diagonal with lengths of rows": (
+        lambda q, k, v, mask: mask.seqlens_q is not None
+        and (mask.right is not None or mask.window_left is not None),
+        Problem(M=5, N=9, mask=Mask(causal=True, seqlens_q=(3,))), {"padded rows", "diagonal"},
+    ),
+    "the batch stride of k": (
+        lambda q, k, v, mask: k.shape[0] > 1 and k.stride(0) != k[0].numel(),
+        Problem(B=2, H=2, Hk=2, M=3, N=5, layouts=("bhsd", "padded", "bhsd", "bhsd")),
+        {"batch stride of k"},
+    ),
+    "columns of no power of two": (
+        lambda q, k, v, mask: q.shape[3].bit_count() > 1,
+        Problem(M=3, N=5, D=24, Dv=24), {"D is no power of two"},
+    ),
     "groups of three": (
         lambda q, k, v, mask: k.shape[1] > 1 and (q.shape[1] // k.shape[1]).bit_count() > 1,
         Problem(H=12, Hk=4, M=3, N=5), {"G is no power of two", "Hk above 1"},

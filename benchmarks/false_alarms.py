@@ -37,10 +37,10 @@ from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, r
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.search.search import draws
 from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import ExcludedError, problems_of
+from fa_verify.properties.subjects.vocabulary import SCORE_MODS
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.registry import NAMED, spec_of
 from fa_verify.shards import Shard, shards_of, shared_kernels

@@ -38,7 +38,7 @@ from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.declarations import NUMERICS, WORDS
+from fa_verify.properties.subjects.declared import NUMERICS, WORDS
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED

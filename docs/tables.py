@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -22,6 +23,7 @@ from benchmarks import numerics_table, same_bits, shapes
 from benchmarks.table import markdown
 from docs import worked_element
 from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.properties.subjects.declared import DECLARATIONS
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
 
@@ -470,6 +472,18 @@ def _worked_sources() -> list[str]:
     return markdown(("without", *OUTPUTS), rows)
 
 
+def _declarations(part: str) -> list[str]:
+    """A line for each declaration of a part: its meaning, which stands beside its field."""
+    return markdown(
+        ("word", "meaning"),
+        [
+            (f"`{word}`", known.meaning)
+            for word, known in DECLARATIONS.items()
+            if known.part == part
+        ],
+    )
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
     "guarantees": _guarantees,
     "speed-bf16": lambda: _speed("speed.csv"),
@@ -507,6 +521,10 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "problem-fields": _problem_fields,
     "mask-fields": _mask_fields,
     "problem-names": _problem_names,
+    **{
+        f"declarations-{part}": functools.partial(_declarations, part)
+        for part in dict.fromkeys(known.part for known in DECLARATIONS.values())
+    },
 }
 
 

@@ -26,7 +26,7 @@ from fa_verify.properties.execution.trial import (
     plan_in_range,
 )
 from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
+from fa_verify.properties.subjects.declared import NUMERICS_THAT_DIFFER
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["CallReport", "JudgedCall", "declarations_that_pass", "judge_call"]

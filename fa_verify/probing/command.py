@@ -28,9 +28,10 @@ from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.checks.caches import OTHER_CALLS
 from fa_verify.properties.execution.watchdog import Watchdog
-from fa_verify.properties.subjects.declarations import narrowings
+from fa_verify.properties.subjects.declared import narrowings
 from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 from fa_verify.registry import NAMED, spec_of
 
 __all__ = ["run", "subject_and_device"]

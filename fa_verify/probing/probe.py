@@ -21,7 +21,7 @@ from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
-from fa_verify.properties.subjects.declarations import (
+from fa_verify.properties.subjects.declared import (
     ASSUMED_CONVENTIONS,
     NARROWINGS,
     NUMERICS,
@@ -29,7 +29,8 @@ from fa_verify.properties.subjects.declarations import (
     check_declarations,
 )
 from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject, score_mods_of
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import score_mods_of
 
 __all__ = ["BITS", "RAISES", "TOPICS", "Probed", "probe", "refuted"]
 

@@ -21,7 +21,8 @@ from fa_verify.properties.checks.same_bits import difference, parts_of, subject_
 from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.inputs.parts import Part, merged
 from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 __all__ = ["same_bits_of"]

@@ -24,10 +24,11 @@ from fa_verify.properties.execution.trial import (
     run_subject,
 )
 from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
+from fa_verify.properties.subjects.declared import declared_by
 from fa_verify.properties.subjects.packing import OF_VARLEN
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.tutorial_call import TutorialCall, takes
+from fa_verify.properties.subjects.vocabulary import SCORE_MODS
 
 __all__ = ["Tried", "attempt", "declares", "stripped", "watched"]
 

@@ -26,7 +26,8 @@ from fa_verify.properties.execution.trial import run_kvcache
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
 from fa_verify.properties.kinds.caches import CacheTrial, Result, expected, run, run_cache
 from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 
 __all__ = [
     "OTHER_CALLS", "accuracy", "append", "decoding", "far_pages", "free_rows", "hidden_keys",

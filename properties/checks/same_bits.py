@@ -27,7 +27,8 @@ from fa_verify.properties.inputs.parts import (
 )
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 
 __all__ = ["CHECKS", "difference", "parts_of", "subject_of"]
 

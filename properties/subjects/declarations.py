@@ -1,400 +1,402 @@
-"""The declarations of a subject: their names, allowed values and error messages."""
+"""The declarations of a kernel: each a field, with its values, its meaning and its effect."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fa_verify.oracles.guarantee import G4, G5, G8, G9, G10, I1, I2, I4, I5, I6
-from fa_verify.oracles.outputs import Numerics
-from fa_verify.oracles.problem import DTYPES, LAYOUTS
-from fa_verify.properties.inputs.bad_calls import BAD_CALLS, OF_CACHES, OF_PACKED, OF_PADDED
-from fa_verify.properties.inputs.padding_values import PADDING_VALUES
+import torch
 
-__all__ = [
-    "ASSUMED_CONVENTIONS",
-    "BITWISE",
-    "CACHES",
-    "DEFAULT_SCALE",
-    "NARROWINGS",
-    "NUMERICS",
-    "NUMERICS_THAT_DIFFER",
-    "SAME_BITS",
-    "SCORE_MODS",
-    "WORDS",
-    "check_declarations",
-    "declared_by",
-    "narrowings",
-    "unknown_word",
-    "without_none",
-]
+from fa_verify.oracles.declaration import (
+    declared,
+    function,
+    one_of,
+    sizes,
+    some_of,
+    whole_number,
+)
+from fa_verify.oracles.outputs import LONGEST_TILE
+from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
+from fa_verify.properties.inputs.bad_calls import BAD_CALLS
+from fa_verify.properties.inputs.dlse_families import NO_DLSE
+from fa_verify.properties.subjects import phrases
+from fa_verify.properties.subjects.vocabulary import (
+    BITWISE,
+    CACHES,
+    DEFAULT_SCALE,
+    DEVICES,
+    LARGEST,
+    MASKS,
+    PADDINGS,
+    SAME_BITS,
+    SCORE_MODS,
+    any_longer,
+    has_multiples,
+    has_padding_of,
+    has_sizes,
+    is_aligned,
+    lengths_of,
+    masks_of,
+    score_mods_of,
+)
 
-# Score modifications that a subject may support.
-SCORE_MODS = ("softcap", "alibi", "bias", "sinks")
-BITWISE = tuple(x.key for x in (G4, G5, G8, G9, G10))
-# Words of ``same_bits``, and the guarantee that each promises.
-SAME_BITS = {
-    "batch": I1.key, "chunks": I2.key, "heads": I4.key, "varlen": I5.key, "inference": I6.key
-}  # fmt: skip
-# Features of calls with a cache: one row of the cache an entry, pages, and new keys.
-CACHES = ("contiguous", "paged", "append")
-NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
-# The values of numerics that differ from the defaults, those that widen the bound least first.
-NUMERICS_THAT_DIFFER: tuple[dict[str, object], ...] = (
-    {"group_sum": "dtype"}, {"p_normalised": True}, {"ds_scaled": True}, {"ds_from": "rounded"},
-    {"l_from": "rounded"}, {"ds_roundings": 2}, {"prescales": "q"}, {"prescales": "k"},
-    {"prescales": "qk"}, {"flushes": True}, {"dots": "tf32"}, {"softcap_slope": "difference"},
-    {"atomic": ("dk", "dv"), "partial_sums": "input"},
-)  # fmt: skip
-# Declarations that are a subset of these values.
-_SUBSETS: dict[str, tuple[str, ...]] = {
-    "dtypes": DTYPES,
-    "masks": ("causal", "window", "padding", "custom"),
-    "layouts": LAYOUTS,
-    "dirty": tuple(PADDING_VALUES),
-    "devices": ("cpu", "cuda"),
-    "bitwise": BITWISE,
-    "same_bits": tuple(SAME_BITS),
-    "atomic": ("dq", "dk", "dv"),
-    "backward_reads": ("out", "lse", "m_and_l"),
-    "score_mods": SCORE_MODS,
-    "cache": CACHES,
-    "refuses": BAD_CALLS,
-}
+__all__ = ["Declarations", "not_supported"]
+
 _NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
-# Subsets that must not be empty, as there would be nothing to verify.
-_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices", "cache")
-# Declarations that are one of these values.
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "gqa": (True, False),
-    "m_ne_n": (True, False),
-    "m_gt_n": (True, False),
-    "one_query": (False, True),
-    "dv_ne_d": (True, False),
-    "zero_sizes": (True, False),
-    "backward": (True, False),
-    "always_causal": (False, True),
-    "varlen": (False, True),
-    "returns_lse": (True, False),
-    "lse_grad": (True, False),
-    "cuda_graphs": (True, False),
-    "lse_base": ("e", "2"),
-    "empty_lse": ("-inf", "+inf", 0),
-    "causal_alignment": ("bottom-right", "top-left"),
-    "ds_scaled": (False, True),
-    "p_normalised": (False, True),
-    "flushes": (False, True),
-}
-_COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
-# Declarations that are callables.
-_FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache", "kvcache_splits")
-# The value of ``fixed_scale`` for a kernel that divides by the root of D.
-DEFAULT_SCALE = "1/sqrt(D)"
-# All declarations.
-_OTHERS = ("head_dims", "page_sizes", "fixed_scale", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS)
-WORDS = tuple(dict.fromkeys((*_SUBSETS, *_CHOICES, *_OTHERS)))
-# Declarations for which None means the same as no declaration.
-_NONE_IS_NOTHING = (
-    "head_dims", "page_sizes", "max_seqlen", "layouts", "dirty", "returns_lse", "fixed_scale",
-    *_FUNCTIONS,
-)  # fmt: skip
 
 
-def _without(known: tuple[str, ...]) -> Callable[[Sequence[str]], str]:
-    """Return a function that names what is missing, or what is left if that is shorter."""
-
-    def phrase(given: Sequence[str]) -> str:
-        missing = [x for x in known if x not in given]
-        if given and len(given) < len(missing):
-            return f"{' and '.join(given)} alone"
-        return f"no {' or '.join(missing)}" if missing else ""
-
-    return phrase
-
-
-def _masks(given: Sequence[str]) -> str:
-    """Name the kinds of masks that are missing."""
-    missing = [x for x in _SUBSETS["masks"] if x not in given]
-    if not missing or not given:
-        return "no mask" if missing else ""
-    return f"no {' or '.join(missing)} masks"
-
-
-def _sizes_of(name: str) -> Callable[[Sequence[int] | None], str]:
-    """Return a function that names the sizes that are left."""
-    return lambda sizes: f"{name} of {', '.join(map(str, sizes))}" if sizes else ""
-
-
-def _only(phrase: str) -> Callable[[bool], str]:
-    """Return a function that says a phrase if True is declared."""
-    return lambda given: phrase if given else ""
-
-
-def _no(phrase: str) -> Callable[[bool], str]:
-    """Return a function that says a phrase if False is declared."""
-    return lambda given: "" if given else phrase
-
-
-# Declarations that leave problems or outputs out, and a phrase for those that remain. A kernel that
-# holds under one that it has not made holds for less than it was asked for.
-NARROWINGS: Mapping[str, Callable[[Any], str]] = {
-    "always_causal": _only("always causal"),
-    "dtypes": _without(DTYPES),
-    "head_dims": _sizes_of("D"),
-    "seqlen_multiple": lambda n: f"M and N in multiples of {n}" if n > 1 else "",
-    "max_seqlen": lambda n: f"M and N up to {n:,}" if n else "",
-    "one_query": _only("M = 1"),
-    "m_ne_n": _no("M = N"),
-    "m_gt_n": _no("M <= N"),
-    "gqa": _no("no grouped heads"),
-    "dv_ne_d": _no("Dv = D"),
-    "zero_sizes": _no("no size of 0"),
-    "masks": _masks,
-    "layouts": lambda given: "" if given is None else _without(LAYOUTS)(given),
-    "dirty": lambda given: "" if given is None else _without(tuple(PADDING_VALUES))(given),
-    "backward": _no("no gradients"),
-    "fixed_scale": lambda scale: "" if scale is None else f"sm_scale = {scale}",
-    "devices": _without(_SUBSETS["devices"]),
-    "cache": _without(CACHES),
-    "page_sizes": _sizes_of("pages"),
-    "cuda_graphs": _no("no CUDA graphs"),
-}  # fmt: skip
-# Declarations that say how a result is read, and where it may be rounded. Under the wrong one a
-# correct kernel fails. They leave nothing out, but for the alignment, which leaves M = N to a
-# diagonal that is not this project's. ``fa-verify check`` assumes them as a probe finds them. It
-# assumes no others: no stricter bound, and no sum that is rounded twice.
-ASSUMED_CONVENTIONS = (
-    "lse_base", "empty_lse", "causal_alignment", "dots", "prescales", "p_normalised", "ds_scaled",
-    "ds_from", "l_from", "splits", "rescale_threshold",
-)  # fmt: skip
-
-
-def narrowings(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a phrase for each declaration that leaves problems or outputs out.
-
-    A narrower one covers a wider one: M = N is M <= N too, and a kernel that is always causal and
-    takes the causal mask alone takes no other mask.
-    """
-    covered = set()
-    if declared.get("always_causal") and declared.get("masks") == ("causal",):
-        covered.add("masks")
-    if not declared.get("m_ne_n", True):
-        covered.add("m_gt_n")
-    said = (say(declared[x]) for x, say in NARROWINGS.items() if x in declared and x not in covered)
-    return tuple(filter(None, said))
-
-
-def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Return the declarations among the attributes of a callable.
-
-    Other attributes are accepted on an instance; and, unless their names resemble a declaration, on
-    a class and on a function that wraps another.
-
-    Raises:
-        ValueError: Another attribute is not a declaration and would have no effect.
-    """
-    own_words = inspect.isclass(call) or hasattr(call, "__wrapped__")
-    if inspect.isclass(call) or isinstance(call, FunctionType | MethodType | functools.partial):
-        for word in vars(call):
-            if word in WORDS or word.startswith("_") or _is_code(call, word):
-                continue
-            if _close_match(word) or not own_words:
-                raise unknown_word(name, word)
-    found = {word: getattr(call, word) for word in WORDS if hasattr(call, word)}
-    return {
-        word: value
-        for word, value in without_none(found).items()
-        if not ((inspect.ismethod(value) or _is_code(call, word)) and word not in _FUNCTIONS)
-    }
-
-
-def without_none(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the declarations that are None and for which None means no declaration."""
-    return {
-        word: value
-        for word, value in declared.items()
-        if value is not None or word not in _NONE_IS_NOTHING
-    }
-
-
-def unknown_word(name: str, word: str) -> ValueError:
-    """Return the error for an unknown declaration, which suggests a similar one."""
-    close = _close_match(word)
-    hint = f" (did you mean {close!r}?)" if close else ""
-    known = f"known are {sorted(WORDS)}"
-    return ValueError(f"{name} declares {word!r}{hint}; {known}{_not_supported(word)}")
-
-
-def _not_supported(*words: object) -> str:
+def not_supported(*words: object) -> str:
     """Return a sentence for words that ask for a feature that is not supported; else nothing."""
     asks = any(_NOT_SUPPORTED.search(str(word)) for word in words)
     return "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported" if asks else ""
 
 
-def _close_match(word: str) -> str | None:
-    """Return the declaration most similar to an unknown one, if any."""
-    return next(iter(difflib.get_close_matches(word, WORDS, 1)), None)
-
-
-def _is_code(call: object, word: str) -> bool:
-    """Return whether an attribute is a method of a class, such as ``backward``."""
-    return inspect.isclass(call) and inspect.isroutine(getattr(call, word))
-
-
-def check_declarations(name: str, declared: dict[str, Any]) -> None:
-    """Check the values of declarations, and convert sequences to tuples in place.
-
-    Raises:
-        ValueError: A declaration has an invalid value. The message begins with ``name``.
-    """
-    for word, known in _SUBSETS.items():
-        if word in declared:
-            declared[word] = _words(f"{name}.{word}", declared[word], known)
-            if word in _NEVER_EMPTY and not declared[word]:
-                raise ValueError(f"{name}.{word} is empty; needs some of {known}")
-    for word, choices in _CHOICES.items():
-        given = declared.get(word, choices[0])
-        # Compare types too, since True == 1 and False == 0.
-        if not any(type(given) is type(choice) and given == choice for choice in choices):
-            raise ValueError(f"{name}.{word} is {given!r}; needs one of {choices}")
-    for word in _COUNTS:
-        if word in declared:
-            _check_int(f"{name}.{word} is", declared[word])
-    if declared.get("max_seqlen", math.inf) < declared.get("seqlen_multiple", 1):
-        raise ValueError(
-            f"{name}.max_seqlen is {declared['max_seqlen']}; "
-            f"needs at least {declared['seqlen_multiple']}, its seqlen_multiple"
-        )
-    for word in ("head_dims", "page_sizes"):
-        if word in declared:
-            declared[word] = _sizes(f"{name}.{word}", declared[word])
-    if "cache" in declared and set(declared["cache"]) <= {"append"}:
-        raise ValueError(f"{name}.cache is {declared['cache']!r}; needs 'contiguous' or 'paged'")
-    if "fixed_scale" in declared:
-        _check_scale(f"{name}.fixed_scale", declared["fixed_scale"])
-    _check_masks(name, declared)
-    _check_refuses(name, declared)
-    if "l_tile" in declared:
-        _check_int(f"{name}.l_tile is", declared["l_tile"], least=0)
-    if "accumulator" in declared:
-        _check_accumulator(f"{name}.accumulator", declared["accumulator"])
-    if "rescale_threshold" in declared:
-        _check_number(f"{name}.rescale_threshold", declared["rescale_threshold"])
-    try:
-        Numerics(**{word: declared[word] for word in NUMERICS if word in declared})
-    except ValueError as error:  # the message begins with the name of the declaration
-        raise ValueError(f"{name}.{error}") from None
-    if "configs" in declared:
-        _check_configs(f"{name}.configs", declared["configs"])
-    for word in ("tiles", "paths", "kvcache_splits"):
-        if word in declared and not callable(declared[word]):
-            raise ValueError(f"{name}.{word} is {declared[word]!r}; needs a function of a problem")
-    states = declared.get("states", True)
-    if states is not True and not callable(states):
-        raise ValueError(
-            f"{name}.states is {states!r}; needs a function of (outs, lses), or True for a kernel "
-            "that is one"
-        )
-    if "packed" in declared and not callable(declared["packed"]):
-        raise ValueError(
-            f"{name}.packed is {declared['packed']!r}; needs a function of packed sequences"
-        )
-    if "kvcache" in declared and not callable(declared["kvcache"]):
-        raise ValueError(
-            f"{name}.kvcache is {declared['kvcache']!r}; needs a function of (q, k_cache, v_cache)"
-        )
-    if "pooled" in declared and not callable(declared["pooled"]):
-        raise ValueError(
-            f"{name}.pooled is {declared['pooled']!r}; needs a function that returns the pooled "
-            "probabilities"
-        )
-
-
-def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Convert a sequence of known words to a tuple. A str is refused: it would yield letters."""
-    if not isinstance(given, list | tuple | set | frozenset):
-        raise ValueError(f"{where} is {given!r}; needs a tuple of words out of {known}")
-    unknown = [word for word in given if word not in known]
-    if unknown:
-        raise ValueError(f"{where} has {unknown}; known are {known}{_not_supported(*unknown)}")
-    return tuple(word for word in known if word in given)
-
-
-def _sizes(where: str, given: object) -> tuple[int, ...]:
-    """Convert a sequence of sizes to a tuple; sort a set."""
-    if not isinstance(given, list | tuple | set | frozenset | range) or not given:
-        raise ValueError(f"{where} is {given!r}; needs a sequence of sizes")
-    for size in given:
-        _check_int(f"{where} has", size)
-    return tuple(sorted(given) if isinstance(given, set | frozenset) else given)
-
-
-def _check_int(where: str, given: object, least: int = 1) -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ValueError(f"{where} {given!r}; needs an int >= {least}")
-
-
-def _check_accumulator(where: str, given: object) -> None:
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not 1 <= given < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{where} is {given!r}; needs a finite number >= 1")
-
-
-def _check_scale(where: str, given: object) -> None:
+def _scale(where: str, given: object) -> object:
+    """Check ``fixed_scale``."""
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if given != DEFAULT_SCALE and not (number and 0 < given < math.inf):  # type: ignore[operator]
         raise ValueError(f"{where} is {given!r}; needs {DEFAULT_SCALE!r} or a finite number > 0")
+    return given
 
 
-def _check_masks(name: str, declared: Mapping[str, Any]) -> None:
-    """Check that masks and score modifications exist under the other declarations."""
-    masks = declared.get("masks", _SUBSETS["masks"])
-    if declared.get("always_causal") and "causal" not in masks:
-        raise ValueError(f"{name}.masks is {masks!r}; needs 'causal', as always_causal is declared")
-    if declared.get("varlen") and "bias" in declared.get("score_mods", ()):
-        raise ValueError(
-            f"{name}.score_mods has 'bias'; varlen=True needs one without, as a bias is not packed"
-        )
-
-
-def _check_refuses(name: str, declared: Mapping[str, Any]) -> None:
-    """Check that the kernel takes calls that can be bad in the declared ways."""
-    is_packed = bool(declared.get("varlen"))
-    takes_caches = not {"kvcache", "cache"}.isdisjoint(declared)
-    needs = {
-        **dict.fromkeys(OF_PADDED, ("padded tensors", not is_packed)),
-        **dict.fromkeys(OF_PACKED, ("varlen=True or packed", is_packed or "packed" in declared)),
-        **dict.fromkeys(OF_CACHES, ("kvcache or cache", takes_caches)),
-    }
-    for word in declared.get("refuses", ()):
-        needed, is_there = needs.get(word, ("", True))
-        if not is_there:
-            raise ValueError(f"{name}.refuses has {word!r}; needs {needed}")
-
-
-def _check_number(where: str, given: object) -> None:
-    if not isinstance(given, int | float) or isinstance(given, bool):
-        raise ValueError(f"{where} is {given!r}; needs a number")
-
-
-def _check_configs(where: str, given: object) -> None:
-    """Check that every configuration replaces dtypes or numerics with valid values."""
+def _configs(where: str, given: object) -> object:
+    """Check that ``configs`` is a dict of names to dicts, whose words are checked elsewhere."""
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"{where} is {given!r}; needs a dict of names to declarations")
-    known = ("dtypes", "same_bits", *NUMERICS)
     for config, replaced in given.items():
         if not isinstance(config, str):
             raise ValueError(f"{where} has {config!r}; needs names, which are str")
         if not isinstance(replaced, Mapping):
             raise ValueError(f"{where}[{config!r}] is {replaced!r}; needs a dict of declarations")
-        unknown = [word for word in replaced if word not in known]
-        if unknown:
-            raise ValueError(f"{where}[{config!r}] has {unknown}; known are {known}")
-        check_declarations(f"{where}[{config!r}]", dict(replaced))
+    return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declarations:
+    """The domain, the conventions and the promises of a kernel; ``Numerics`` says how it rounds."""
+
+    dtypes: tuple[str, ...] = declared(
+        DTYPES,
+        'out of "fp16", "bf16", "fp32", "fp64"',
+        some_of(DTYPES, hint=not_supported, least=1),
+        "domain",
+        narrows=phrases.without(DTYPES),
+        admits=lambda of, problem: problem.dtype in of.dtypes_of(problem.config),
+    )
+    head_dims: tuple[int, ...] | None = declared(
+        None,
+        "sizes of D and Dv; None is any, and draws sizes up to 256",
+        sizes(LARGEST),
+        "domain",
+        none_is_nothing=True,
+        narrows=phrases.sizes_of("D"),
+        admits=lambda of, problem: (
+            of.head_dims is None or {problem.D, problem.Dv} <= {*of.head_dims}
+        ),
+    )
+    seqlen_multiple: int = declared(
+        1,
+        "M and N are multiples of this",
+        whole_number(1, LARGEST),
+        "domain",
+        narrows=lambda n: f"M and N in multiples of {n}" if n > 1 else "",
+        admits=has_multiples,
+    )
+    max_seqlen: int | None = declared(
+        None,
+        "the largest M and N",
+        whole_number(1, 2**31 - 1),
+        "domain",
+        none_is_nothing=True,
+        narrows=lambda n: f"M and N up to {n:,}" if n else "",
+        admits=lambda of, problem: (
+            of.max_seqlen is None or max(problem.M, problem.N) <= of.max_seqlen
+        ),
+    )
+    gqa: bool = declared(
+        True,
+        "whether H may exceed Hk (grouped heads)",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("no grouped heads"),
+        admits=lambda of, problem: of.gqa or problem.G == 1,
+    )
+    m_ne_n: bool = declared(
+        True,
+        "whether M may differ from N",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("M = N"),
+        admits=lambda of, problem: of.m_ne_n or problem.M == problem.N,
+    )
+    m_gt_n: bool = declared(
+        True,
+        "whether M may exceed N; False requires M <= N, of each sequence too",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("M <= N"),
+        admits=lambda of, problem: of.m_gt_n or not any_longer(problem),
+    )
+    one_query: bool = declared(
+        False,
+        "M is always 1, as in a decoding kernel; `seqlen_multiple` is then one of N, and only "
+        "keys have lengths",
+        one_of(False, True),
+        "domain",
+        narrows=phrases.only("M = 1"),
+        admits=lambda of, problem: not of.one_query or {problem.M, *lengths_of(problem)[0]} == {1},
+    )
+    dv_ne_d: bool = declared(
+        True,
+        "whether Dv may differ from D",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("Dv = D"),
+        admits=lambda of, problem: of.dv_ne_d or problem.D == problem.Dv,
+    )
+    zero_sizes: bool = declared(
+        True,
+        "whether B, M or N may be 0, and the keys of an entry of a cache",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("no size of 0"),
+        admits=has_sizes,
+    )
+    masks: tuple[str, ...] = declared(
+        MASKS,
+        'out of "causal", "window", "padding", "custom" (`dense` of any class)',
+        some_of(MASKS),
+        "domain",
+        narrows=phrases.masks,
+        admits=lambda of, problem: masks_of(problem.mask) <= {*of.masks},
+    )
+    always_causal: bool = declared(
+        False,
+        "every mask is causal",
+        one_of(False, True),
+        "domain",
+        narrows=phrases.only("always causal"),
+        admits=lambda of, problem: not of.always_causal or problem.mask.causal,
+    )
+    fixed_scale: str | float | None = declared(
+        None,
+        'the scale of a kernel that takes no `sm_scale`: "1/sqrt(D)" or a number',
+        _scale,
+        "domain",
+        none_is_nothing=True,
+        narrows=lambda scale: "" if scale is None else f"sm_scale = {scale}",
+        admits=lambda of, problem: of.has_scale(problem),
+    )
+    layouts: tuple[str, ...] | None = declared(
+        None,
+        "storage layouts of q, k, v and dout",
+        some_of(LAYOUTS, least=1),
+        "domain",
+        none_is_nothing=True,
+        narrows=lambda given: "" if given is None else phrases.without(LAYOUTS)(given),
+        admits=lambda of, problem: of.layouts is None or {*problem.layouts} <= {*of.layouts},
+    )
+    dirty: tuple[str, ...] | None = declared(
+        None,
+        "values that padding may hold: zeros, noise, NaN, Inf, the largest values",
+        some_of(PADDINGS, least=1),
+        "domain",
+        none_is_nothing=True,
+        narrows=lambda given: "" if given is None else phrases.without(PADDINGS)(given),
+        admits=has_padding_of,
+    )
+    backward: bool = declared(
+        True,
+        "whether the kernel has gradients",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("no gradients"),
+    )
+    devices: tuple[str, ...] = declared(
+        DEVICES,
+        '"cpu", "cuda"',
+        some_of(DEVICES, hint=not_supported, least=1),
+        "domain",
+        narrows=phrases.without(DEVICES),
+        admits=lambda of, problem: problem.device in of.devices,
+    )
+    cuda_graphs: bool = declared(
+        True,
+        "whether a call can be captured in a CUDA graph, after one that is not",
+        one_of(True, False),
+        "domain",
+        narrows=phrases.no("no CUDA graphs"),
+    )
+    varlen: bool = declared(
+        False,
+        "the kernel takes packed sequences, and `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, "
+        "`max_seqlen_k`: [Inference kernels](inference-kernels.md)",
+        one_of(False, True),
+        "conventions",
+    )
+    returns_lse: bool | None = declared(
+        None,
+        "whether the callable returns (out, lse); None finds out",
+        one_of(True, False),
+        "conventions",
+        none_is_nothing=True,
+    )
+    lse_grad: bool = declared(
+        False,
+        "lse is differentiable: losses on lse, or on out and lse, are drawn too",
+        one_of(True, False),
+        "conventions",
+        admits=lambda of, problem: of.lse_grad or problem.dlse == NO_DLSE,
+    )
+    lse_base: str = declared(
+        "e",
+        'base of the logarithm in lse, "e" or "2"',
+        one_of("e", "2"),
+        "conventions",
+        is_assumed=True,
+    )
+    empty_lse: str | int = declared(
+        "-inf",
+        'lse of a row without a visible key: "-inf", "+inf" or 0',
+        one_of("-inf", "+inf", 0),
+        "conventions",
+        is_assumed=True,
+    )
+    causal_alignment: str = declared(
+        "bottom-right",
+        '"bottom-right" or "top-left"; problems are drawn on which both agree',
+        one_of("bottom-right", "top-left"),
+        "conventions",
+        is_assumed=True,
+        admits=is_aligned,
+    )
+    score_mods: tuple[str, ...] = declared(
+        (),
+        'arguments beside the mask: "softcap" (`softcap=`), "alibi" (`alibi_slopes=`), "bias" '
+        '(`bias=`), "sinks" (`sinks=`; lse includes them). One that a problem lacks is not passed',
+        some_of(SCORE_MODS),
+        "conventions",
+        admits=lambda of, problem: {*score_mods_of(problem)} <= {*of.score_mods},
+    )
+    bitwise: tuple[str, ...] = declared(
+        (),
+        "guarantees that hold to the bit, out of G4, G5, G8, G9, G10; the others are held to the "
+        "bound",
+        some_of(BITWISE),
+        "promises",
+    )
+    same_bits: tuple[str, ...] = declared(
+        (),
+        'choices that change no bit of a result, out of "batch", "chunks", "heads", "varlen" and '
+        '"inference". [Batch invariance](batch-invariance.md) explains them',
+        some_of(tuple(SAME_BITS)),
+        "promises",
+    )
+    refuses: tuple[str, ...] = declared(
+        (),
+        "bad calls for which the kernel raises an exception, of any type, and leaves its inputs "
+        "as they are: [Bad calls](#bad-calls)",
+        some_of(BAD_CALLS),
+        "promises",
+    )
+    packed: Callable[..., Any] | None = declared(
+        None,
+        "a function of packed sequences, with the arguments that `varlen` describes, beside a "
+        "kernel of padded tensors; `same_bits` compares both",
+        function("a function of packed sequences"),
+        "promises",
+        none_is_nothing=True,
+    )
+    pooled: Callable[..., torch.Tensor] | None = declared(
+        None,
+        'a function with the same arguments, and `pool="mean"` or `"max"` and `pool_size=(rows, '
+        "keys)`, that returns probabilities pooled over blocks",
+        function("a function that returns the pooled probabilities"),
+        "promises",
+        none_is_nothing=True,
+    )
+    kvcache: Callable[..., Any] | None = declared(
+        None,
+        "a function of queries and a cache, beside a kernel of padded tensors, that returns out, "
+        "or out and lse",
+        function("a function of (q, k_cache, v_cache)"),
+        "promises",
+        none_is_nothing=True,
+    )
+    cache: tuple[str, ...] = declared(
+        CACHES,
+        'the calls that a cache kernel takes, out of "contiguous", "paged" and "append": '
+        "[Decoding](decoding.md#other-kernels). Without `kvcache`, the kernel itself takes a "
+        "cache, and no padded tensors",
+        some_of(CACHES, least=1),
+        "promises",
+        narrows=phrases.without(CACHES),
+    )
+    page_sizes: tuple[int, ...] | None = declared(
+        None,
+        "numbers of rows that a page may have; None is any",
+        sizes(LONGEST_TILE),
+        "promises",
+        none_is_nothing=True,
+        narrows=phrases.sizes_of("pages"),
+    )
+    kvcache_splits: Callable[[Problem], int] | None = declared(
+        None,
+        "a function from a problem to the `splits` of `kvcache`; without it they are the kernel's",
+        function("a function of a problem"),
+        "promises",
+        none_is_nothing=True,
+    )
+    states: Callable[..., Any] | None = declared(
+        None,
+        "a function of `outs` (P, B, H, M, Dv) and `lses` (P, B, H, M) that returns the merged "
+        "out and lse; True for a kernel that is one, and computes no attention: "
+        "[Merging](merging.md#other-merge-functions)",
+        function("a function of (outs, lses), or True for a kernel that is one", True),
+        "promises",
+        none_is_nothing=True,
+    )
+    tiles: Callable[[Problem], tuple[int, int]] | None = declared(
+        None,
+        "a function from a problem to (block_m, block_n) of the forward, for reports and `l_tile`",
+        function("a function of a problem"),
+        "promises",
+        none_is_nothing=True,
+    )
+    paths: Callable[[Problem], tuple[str, ...]] | None = declared(
+        None,
+        "a function from a problem to the names of the code paths that it takes, a tuple of short"
+        " words, for the coverage that a whole run prints",
+        function("a function of a problem"),
+        "promises",
+        none_is_nothing=True,
+    )
+    configs: Mapping[str, Mapping[str, Any]] = declared(
+        {"default": {}},
+        "names of tile configurations, each with the declarations that it replaces; the callable "
+        "then takes `config=`",
+        _configs,
+        "promises",
+        admits=lambda of, problem: problem.config in of.configs,
+    )
+
+    def dtypes_of(self, config: str) -> tuple[str, ...]:
+        """Return the dtypes of a configuration."""
+        found: tuple[str, ...] = self.configs.get(config, {}).get("dtypes", self.dtypes)
+        return found
+
+    def has_scale(self, problem: Problem) -> bool:
+        """Return whether a problem has the scale that is declared as fixed, if any is."""
+        if self.fixed_scale is None:
+            return True
+        return problem.scale == dataclasses.replace(problem, sm_scale=self.sm_scale).scale
+
+    @property
+    def sm_scale(self) -> float | None:
+        """The declared ``fixed_scale`` as ``Problem.sm_scale``; None for the default scale."""
+        fixed = self.fixed_scale
+        return None if fixed is None or fixed == DEFAULT_SCALE else float(fixed)

@@ -5,26 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from fa_verify.oracles.declaration import declarations_of
 from fa_verify.oracles.guarantee import GUARANTEES, guarantee_of
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
-from fa_verify.oracles.problem import DTYPES, Problem
-from fa_verify.properties.inputs.alibi_families import NO_ALIBI
-from fa_verify.properties.inputs.bias_families import NO_BIAS
-from fa_verify.properties.inputs.dlse_families import NO_DLSE
-from fa_verify.properties.inputs.sink_families import NO_SINKS
-from fa_verify.properties.subjects.declarations import (
-    BITWISE,
-    CACHES,
-    DEFAULT_SCALE,
+from fa_verify.oracles.problem import Problem
+from fa_verify.properties.subjects.declarations import Declarations
+from fa_verify.properties.subjects.declared import (
     NUMERICS,
-    SAME_BITS,
-    SCORE_MODS,
     WORDS,
     check_declarations,
     declared_by,
@@ -34,32 +27,16 @@ from fa_verify.properties.subjects.declarations import (
 from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
 from fa_verify.properties.subjects.refusals import ExcludedCallError
 from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
+from fa_verify.properties.subjects.vocabulary import SAME_BITS, score_mods_of
 
-__all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
-
-
-def score_mods_of(problem: Problem) -> tuple[str, ...]:
-    """Return the score modifications of a problem, from ``declarations.SCORE_MODS``."""
-    has = {
-        "softcap": problem.softcap is not None,
-        "alibi": problem.alibi != NO_ALIBI,
-        "bias": problem.bias != NO_BIAS,
-        "sinks": problem.sinks != NO_SINKS,
-    }
-    return tuple(mod for mod in SCORE_MODS if has[mod])
-
-
-def _any_longer(rows: Sequence[int], keys: Sequence[int]) -> bool:
-    """Return whether any sequence has more rows than keys."""
-    return any(m > n for m, n in zip(rows, keys, strict=True))
+__all__ = ["Subject"]
 
 
 @dataclass(frozen=True)
-class Subject:
+class Subject(Declarations):
     """A callable ``f(q, k, v, *, mask, sm_scale)`` and its declarations.
 
-    The fields that are not listed here are declarations, which are documented in
-    ``attention_kernel``.
+    The fields of ``Declarations`` are documented in docs/declarations.md.
 
     Args:
         name: Name of the subject in messages.
@@ -76,48 +53,10 @@ class Subject:
 
     name: str
     call: Callable[..., Any]
-    dtypes: tuple[str, ...] = DTYPES
-    head_dims: tuple[int, ...] | None = None
-    seqlen_multiple: int = 1
-    max_seqlen: int | None = None
-    gqa: bool = True
-    m_ne_n: bool = True
-    m_gt_n: bool = True
-    one_query: bool = False
-    dv_ne_d: bool = True
-    zero_sizes: bool = True
-    masks: tuple[str, ...] = ("causal", "window", "padding", "custom")
-    always_causal: bool = False
-    fixed_scale: str | float | None = None
-    varlen: bool = False
-    layouts: tuple[str, ...] | None = None
-    dirty: tuple[str, ...] | None = None
-    backward: bool = True
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    returns_lse: bool | None = None
-    lse_grad: bool = False
-    lse_base: str = "e"
-    empty_lse: str | int = "-inf"
-    causal_alignment: str = "bottom-right"
-    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"default": {}})
-    bitwise: tuple[str, ...] = ()
-    same_bits: tuple[str, ...] = ()
     numerics: Numerics = field(default_factory=Numerics)
-    tiles: Callable[[Problem], tuple[int, int]] | None = None
-    paths: Callable[[Problem], tuple[str, ...]] | None = None
-    pooled: Callable[..., torch.Tensor] | None = None
-    states: Callable[..., Any] | None = None
-    packed: Callable[..., Any] | None = None
-    kvcache: Callable[..., Any] | None = None
-    cache: tuple[str, ...] = CACHES
-    page_sizes: tuple[int, ...] | None = None
-    kvcache_splits: Callable[[Problem], int] | None = None
     takes: str = ""
     source: str = ""
     assumed: tuple[str, ...] = ()
-    score_mods: tuple[str, ...] = ()
-    cuda_graphs: bool = True
-    refuses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Callable[..., Any], name: str) -> Subject:
@@ -180,25 +119,13 @@ class Subject:
     def declarations(self) -> dict[str, Any]:
         """Return the declarations that differ from their defaults, as plain values by name."""
         found: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if item.name in (
-                "name",
-                "call",
-                "tiles",
-                "paths",
-                "pooled",
-                "states",
-                "packed",
-                "kvcache",
-                "kvcache_splits",
-                "numerics",
-                "source",
-                "assumed",
-            ):
-                continue
-            default: Any = {"default": {}} if item.name == "configs" else item.default
-            if value != default:
+        if self.takes:
+            found["takes"] = self.takes
+        for item in dataclasses.fields(Declarations):
+            value, default = getattr(self, item.name), item.default
+            if item.name == "configs":
+                default = {"default": {}}
+            if not callable(value) and value != default:
                 found[item.name] = value
         for word in NUMERICS:
             value = getattr(self.numerics, word)
@@ -243,46 +170,12 @@ class Subject:
 
     def excludes(self, problem: Problem) -> str | None:
         """Return the declaration that excludes a problem as a sentence; None if it is supported."""
-        M, N, mask = problem.M, problem.N, problem.mask
-        dtypes = self.configs.get(problem.config, {}).get("dtypes", self.dtypes)
-        rows, keys = mask.lengths(problem.B, M, N)
-        totals = sum(rows), sum(keys)
-        positional = (mask.right, mask.window_left) != (None, None) or not mask.is_plain
-        windowed = (mask.window_left, mask.window_right) != (None, None)
-        padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
-        multiple, most = self.seqlen_multiple, self.max_seqlen
-        dims, alignment, layouts = self.head_dims, self.causal_alignment, self.layouts
-        clean = self.dirty is None or problem.dirty in self.dirty
-        aligned = alignment == "bottom-right" or not positional or rows == keys
-        for word, holds in (
-            (f"configs {[*self.configs]}", problem.config in self.configs),
-            (f"dtypes {dtypes}", problem.dtype in dtypes),
-            (f"head_dims {dims}", dims is None or {problem.D, problem.Dv} <= set(dims)),
-            (f"seqlen_multiple {multiple}", N % multiple == 0),
-            (f"seqlen_multiple {multiple}", self.one_query or M % multiple == 0),
-            (f"max_seqlen {most}", most is None or max(M, N) <= most),
-            ("gqa False", self.gqa or problem.G == 1),
-            ("m_ne_n False", self.m_ne_n or M == N),
-            ("m_gt_n False", self.m_gt_n or not _any_longer((M, *rows), (N, *keys))),
-            ("one_query True", not self.one_query or {M, *rows} == {1}),
-            ("dv_ne_d False", self.dv_ne_d or problem.D == problem.Dv),
-            ("zero_sizes False", self.zero_sizes or 0 not in (problem.B, M, N)),
-            ("zero_sizes False", self.zero_sizes or not self.varlen or 0 not in totals),
-            ("always_causal True", not self.always_causal or mask.causal),
-            (f"fixed_scale {self.fixed_scale!r}", self.has_scale(problem)),
-            (f"masks {self.masks}", "causal" in self.masks or not mask.causal),
-            (f"masks {self.masks}", "window" in self.masks or not windowed),
-            (f"masks {self.masks}", "padding" in self.masks or not padded),
-            (f"masks {self.masks}", "custom" in self.masks or mask.is_plain),
-            (f"layouts {layouts}", layouts is None or {*problem.layouts} <= {*layouts}),
-            (f"dirty {self.dirty}", clean or not padded),
-            ("lse_grad False", self.lse_grad or problem.dlse == NO_DLSE),
-            (f"devices {self.devices}", problem.device in self.devices),
-            (f"score_mods {self.score_mods}", {*score_mods_of(problem)} <= {*self.score_mods}),
-            (f"causal_alignment {alignment!r}", aligned),
-        ):
-            if not holds:
-                return f"{self.name} declares {word}"
+        if problem.config not in self.configs:  # it has no dtypes
+            return f"{self.name} declares configs {[*self.configs]}"
+        for word, known in declarations_of(Declarations):
+            if known.admits and not known.admits(self, problem):
+                value = self.dtypes_of(problem.config) if word == "dtypes" else getattr(self, word)
+                return f"{self.name} declares {word} {value!r}"
         return None
 
     def run(
@@ -525,18 +418,6 @@ class Subject:
             *(("config",) if len(self.configs) > 1 else ()),
             *(PACKED if self.varlen else ()),
         )
-
-    def has_scale(self, problem: Problem) -> bool:
-        """Return whether a problem has the scale that is declared as fixed, if any is."""
-        if self.fixed_scale is None:
-            return True
-        return problem.scale == dataclasses.replace(problem, sm_scale=self.sm_scale).scale
-
-    @property
-    def sm_scale(self) -> float | None:
-        """The declared ``fixed_scale`` as ``Problem.sm_scale``; None for the default scale."""
-        fixed = self.fixed_scale
-        return None if fixed is None or fixed == DEFAULT_SCALE else float(fixed)
 
     def _natural(self, lse: torch.Tensor, problem: Problem) -> torch.Tensor:
         """Convert lse to a natural logarithm that is -inf on rows without a visible key.

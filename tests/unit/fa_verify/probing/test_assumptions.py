@@ -9,7 +9,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.probing.probe import probe
 from fa_verify.probing.trying import declares
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.declarations import (
+from fa_verify.properties.subjects.declared import (
     ASSUMED_CONVENTIONS,
     NARROWINGS,
     WORDS,

@@ -16,7 +16,8 @@ from fa_verify.probing.probe import probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.properties.inputs import tensors
 from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 
 KERNEL = """
 import torch

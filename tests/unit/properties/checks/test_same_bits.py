@@ -14,7 +14,8 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.same_bits import CHECKS, difference
 from fa_verify.properties.execution.trial import run_trial
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SAME_BITS
 
 TILE = 4
 # Lengths off the borders of tiles; more keys than rows; groups of two query heads.

@@ -10,7 +10,7 @@ import torch
 
 import fa_verify
 from fa_verify import attention_kernel
-from fa_verify.properties.subjects.declarations import WORDS, declared_by
+from fa_verify.properties.subjects.declared import WORDS, declared_by
 from fa_verify.properties.subjects.subject import Subject
 
 
@@ -72,7 +72,7 @@ def test_an_unknown_word_is_refused_with_the_close_match():
     ("declared", "says"),
     [
         ({"dtypes": "fp16"}, "attention.dtypes is 'fp16'; needs a tuple of words out of"),
-        ({"seqlen_multiple": None}, "attention.seqlen_multiple is None; needs an int >= 1"),
+        ({"seqlen_multiple": None}, "attention.seqlen_multiple is None; needs an int from 1 to"),
     ],
 )
 def test_a_wrong_value_is_refused_where_it_is_declared(declared, says):

@@ -9,7 +9,6 @@ from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.declared_values import (
     Value,
     declared_values,
@@ -18,6 +17,7 @@ from fa_verify.properties.subjects.declared_values import (
     values_of,
 )
 from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import SCORE_MODS
 from fa_verify.quick import entries_for
 from fa_verify.shards import shards_of
 from tests.unit.properties.subjects.test_supported import DECLARED, subject

@@ -14,8 +14,9 @@ from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, run_subject
 from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.declarations import NARROWINGS
-from fa_verify.properties.subjects.subject import BITWISE, Subject
+from fa_verify.properties.subjects.declared import NARROWINGS
+from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.subjects.vocabulary import BITWISE
 
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(window_left=3)

@@ -12,13 +12,13 @@ from hypothesis import errors, find, given
 from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.properties.subjects.declarations import SCORE_MODS
-from fa_verify.properties.subjects.subject import Subject, score_mods_of
+from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import (
     ExcludedError,
     problems_of,
     problems_of_few_kernels,
 )
+from fa_verify.properties.subjects.vocabulary import SCORE_MODS, score_mods_of
 from tests.unit.properties.problems.sampling import drawn
 
 LIMITS = {"dtype": "fp16", "device": "cpu", "max_seqlen": 96, "max_cost": 24}

@@ -144,7 +144,7 @@ class Spread(NamedTuple):
         return self.shapes.abs().sum(0) + one_sided + DEVIATIONS * self.variance.sqrt()
 
 
-class _Dot(NamedTuple):
+class _SumErrors(NamedTuple):
     """The errors of dots: random ones, and one-sided ones along the sum and across it."""
 
     variance: torch.Tensor
@@ -152,14 +152,14 @@ class _Dot(NamedTuple):
     across: torch.Tensor
 
 
-def _lost(terms: Count, c: Constants, step: int) -> Count:
+def _truncated_share(terms: Count, c: Constants, step: int) -> Count:
     """Returns what truncation takes from a sum of products, relative to its partial sums."""
     return 2 * c.h * c.u * (terms / step + 1) if step else 0 * terms
 
 
-def _dot(
+def _errors_of_sums(
     value: torch.Tensor, squares: torch.Tensor, terms: torch.Tensor, c: Constants, step: int
-) -> _Dot:
+) -> _SumErrors:
     """Returns the errors of sums of products.
 
     Args:
@@ -170,11 +170,11 @@ def _dot(
         step: Products that tensor cores add at a time, before they truncate; 0 without them.
     """
     variance = (c.h * c.u) ** 2 * terms * (value.square() + squares)
-    lost = _lost(terms, c, step)
-    return _Dot(variance, lost * value.abs(), lost * _PEAK * squares.sqrt())
+    lost = _truncated_share(terms, c, step)
+    return _SumErrors(variance, lost * value.abs(), lost * _PEAK * squares.sqrt())
 
 
-class _Keys(NamedTuple):
+class _KeyErrors(NamedTuple):
     """The contributions of a chunk's rows to dk or dv; they add up over chunks."""
 
     value: torch.Tensor  # (Z, N, D)
@@ -189,7 +189,7 @@ class _Keys(NamedTuple):
     light: torch.Tensor  # the part of it from P < 1/2
 
 
-class _Shared(NamedTuple):
+class _Sharing(NamedTuple):
     """Factors of variances from ``Copies``, for the rows and keys of a chunk."""
 
     keys: torch.Tensor | float  # (Z, R or 1, N), in sums over keys
@@ -209,13 +209,13 @@ class _Shared(NamedTuple):
         return torch.ones_like(like[..., :1]) if isinstance(self.anywhere, float) else self.anywhere
 
 
-_INDEPENDENT = _Shared(1.0, 1.0, 1.0)
+_INDEPENDENT = _Sharing(1.0, 1.0, 1.0)
 
 
-def _shared(
+def _sharing_of(
     copies: Copies | None, none: bool, scores: Scores, pairs: _Pairs, rows: slice, here: slice,
-    x: Chunk,
-) -> _Shared:  # fmt: skip
+    chunk: Chunk,
+) -> _Sharing:  # fmt: skip
     """Returns the factors of a piece of a chunk.
 
     Args:
@@ -225,7 +225,7 @@ def _shared(
         pairs: Its pairs.
         rows: The rows of the chunk.
         here: The heads of the piece.
-        x: The piece.
+        chunk: The piece.
     """
     if copies is None:
         return _INDEPENDENT
@@ -235,14 +235,14 @@ def _shared(
     if none and not bool(flat.any()):
         return _INDEPENDENT
     of_rows, anywhere = (
-        torch.where(flat, everything, y[:, :, rows].reshape(-1, x.empty.shape[1], 1)[here])
+        torch.where(flat, everything, y[:, :, rows].reshape(-1, chunk.empty.shape[1], 1)[here])
         for y in (copies.rows, copies.rows_anywhere)
     )
-    of_keys = copies.keys.flatten(0, 1)[here, x.keys].unsqueeze(1)
-    return _Shared(torch.where(flat, seen, of_keys), of_rows, anywhere)
+    of_keys = copies.keys.flatten(0, 1)[here, chunk.keys].unsqueeze(1)
+    return _Sharing(torch.where(flat, seen, of_keys), of_rows, anywhere)
 
 
-class _Dots(NamedTuple):
+class _PairDots(NamedTuple):
     """The errors of dots of rows and keys, (Z, R, N)."""
 
     variance: torch.Tensor
@@ -250,11 +250,11 @@ class _Dots(NamedTuple):
     truncated: torch.Tensor  # the loss of the products on tensor cores
 
 
-def _dots(
+def _errors_of_pair_dots(
     value: torch.Tensor, size: torch.Tensor, squares: torch.Tensor, left: torch.Tensor,
     right: torch.Tensor, relative: float, of_rows: torch.Tensor, c: Constants, step: int,
-) -> _Dots:  # fmt: skip
-    """Returns the errors of dots, as ``_dot`` does, in few passes over the pairs.
+) -> _PairDots:  # fmt: skip
+    """Returns the errors of dots, as ``_errors_of_sums`` does, in few passes over the pairs.
 
     Args:
         value: The dots.
@@ -265,14 +265,14 @@ def _dots(
         relative: A further systematic error, relative to ``size``.
         of_rows: (Z, R, 1), a further systematic error.
         c: The constants of the bound.
-        step: As in ``_dot``.
+        step: As in ``_errors_of_sums``.
     """
     terms, root = left.shape[2], squares.sqrt()
-    lost = _lost(terms, c, step)
+    lost = _truncated_share(terms, c, step)
     systematic = torch.add(of_rows, root, alpha=lost * _PEAK).add_(size, alpha=lost + relative)
-    truncated = _of_products(size, root, left, right, c, step)
+    truncated = _truncation_of_products(size, root, left, right, c, step)
     variance = squares.addcmul_(value, value).mul_((c.h * c.u) ** 2 * terms)
-    return _Dots(variance, systematic, truncated)
+    return _PairDots(variance, systematic, truncated)
 
 
 class _Pairs(NamedTuple):
@@ -280,19 +280,19 @@ class _Pairs(NamedTuple):
 
     seen: torch.Tensor  # 1 where visible, 0 where hidden
     sign: torch.Tensor  # the sign of s
-    dots: _Dots  # those of s; ``systematic`` has 5u |s| and u_exp of the exponent as well
+    dots: _PairDots  # those of s; ``systematic`` has 5u |s| and u_exp of the exponent as well
 
 
-def _pairs(x: Chunk, scores: Scores, t: float, c: Constants, step: int) -> _Pairs:
-    q, s = x.q * t, scores.s
+def _pairs(chunk: Chunk, scores: Scores, t: float, c: Constants, step: int) -> _Pairs:
+    q, s = chunk.q * t, scores.s
     # An exponential of errors must be finite where hidden.
-    squares = (q.square() @ x.k.square().mT).masked_fill_(x.hidden, 0.0)
+    squares = (q.square() @ chunk.k.square().mT).masked_fill_(chunk.hidden, 0.0)
     u_exp = torch.full_like(scores.m, c.u_exp).unsqueeze(2)
-    dots = _dots(s, scores.size, squares, q, x.k, 5 * c.u, u_exp, c, step)
-    return _Pairs(x.seen.to(torch.float64), s.sign(), dots)
+    dots = _errors_of_pair_dots(s, scores.size, squares, q, chunk.k, 5 * c.u, u_exp, c, step)
+    return _Pairs(chunk.seen.to(torch.float64), s.sign(), dots)
 
 
-def _of_products(
+def _truncation_of_products(
     size: torch.Tensor, root: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
     c: Constants, step: int,
 ) -> torch.Tensor:  # fmt: skip
@@ -301,10 +301,10 @@ def _of_products(
     Args:
         size: The absolute values of the sums.
         root: The roots of the sums of the squares of their products.
-        left: As in ``_dots``.
-        right: As in ``_dots``.
+        left: As in ``_errors_of_pair_dots``.
+        right: As in ``_errors_of_pair_dots``.
         c: The constants of the bound.
-        step: As in ``_dot``.
+        step: As in ``_errors_of_sums``.
     """
     if not step:
         return torch.zeros_like(size)
@@ -312,9 +312,9 @@ def _of_products(
     return agree.mul_(torch.maximum(size, root))
 
 
-def _of_lse(
-    x: Chunk, scores: Scores, pairs: _Pairs, p2: torch.Tensor, systematic: torch.Tensor,
-    cast: torch.Tensor, shared: _Shared, c: Constants, numerics: Numerics,
+def _errors_of_lse(
+    chunk: Chunk, scores: Scores, pairs: _Pairs, p2: torch.Tensor, systematic: torch.Tensor,
+    cast: torch.Tensor, shared: _Sharing, c: Constants, numerics: Numerics,
 ) -> Spread:  # fmt: skip
     """Returns the errors of lse, the logarithm of the softmax sum."""
     # 1. Dots, and the casts of P where their sum is taken.
@@ -322,30 +322,30 @@ def _of_lse(
     if numerics.l_from == "rounded":
         variance += cast.sum(2)
     # 2. Additions of the softmax sum, each of which errs by at most u of it, uniformly.
-    variance += softmax_additions(x, scores, numerics) * (c.u**2 / 3)
+    variance += softmax_additions(chunk, scores, numerics) * (c.u**2 / 3)
     # 3. All else may have one sign: the exponents, the logarithm, and the maximum that it is added
     #    to.
     size = torch.maximum(scores.m.abs(), scores.lse.abs())
     along = pairs.dots.truncated.abs().add_(systematic).expm1_().mul_(scores.p).sum(2).log1p_()
     along += c.u_log * (1 + scores.log_l.abs() + scores.lag) + 4 * c.u * (size + scores.lag)
     value, variance, along = (
-        y.masked_fill(x.empty, 0.0).unsqueeze(2) for y in (scores.lse, variance, along)
+        y.masked_fill(chunk.empty, 0.0).unsqueeze(2) for y in (scores.lse, variance, along)
     )
     nothing = torch.zeros_like(value)
     return Spread(
         value=value, variance=variance, shapes=nothing.unsqueeze(0), along=along, across=nothing,
         of_sums=variance.squeeze(2), shared=nothing.squeeze(2), alone=nothing,
-        peaked=torch.zeros_like(x.empty).unsqueeze(2), copies=shared.copies(nothing),
+        peaked=torch.zeros_like(chunk.empty).unsqueeze(2), copies=shared.copies(nothing),
     )  # fmt: skip
 
 
-def _of_forward(
-    x: Chunk, scores: Scores, pairs: _Pairs, weights: torch.Tensor, shared: _Shared, c: Constants,
-    numerics: Numerics, step: int,
+def _errors_of_forward(
+    chunk: Chunk, scores: Scores, pairs: _Pairs, weights: torch.Tensor, shared: _Sharing,
+    c: Constants, numerics: Numerics, step: int,
 ) -> tuple[Spread, Spread]:  # fmt: skip
     """Returns the errors of out and of lse."""
-    p, p2, dots, empty = scores.p, scores.p.square(), pairs.dots, x.empty.unsqueeze(2)
-    out, v2, top = p @ x.v, x.v.square(), (scores.m - scores.lse).exp().unsqueeze(2)
+    p, p2, dots, empty = scores.p, scores.p.square(), pairs.dots, chunk.empty.unsqueeze(2)
+    out, v2, top = p @ chunk.v, chunk.v.square(), (scores.m - scores.lse).exp().unsqueeze(2)
     # 1. Scores: E without the largest error of the dots, and what tensor cores truncate.
     systematic = torch.sub(dots.systematic, scores.s, alpha=3 * c.u)
     systematic.add_((3 * c.u * (scores.m + scores.lag)).unsqueeze(2))
@@ -356,8 +356,8 @@ def _of_forward(
     if not numerics.p_normalised:
         lost *= top
     cast = shared.of_keys((pairs.seen * (lost.square() / 3)).add_(p2, alpha=c.u_p**2 / 3))
-    of_lse = _of_lse(x, scores, pairs, p2, systematic, cast, shared, c, numerics)
-    lost_v = c.ftz * (pairs.seen @ x.abs_v)
+    lse_errors = _errors_of_lse(chunk, scores, pairs, p2, systematic, cast, shared, c, numerics)
+    lost_v = c.ftz * (pairs.seen @ chunk.abs_v)
     # The conversion of P to TF32, after the sum of P. A truncation has a mean.
     truncates = c.u_x > 0 and numerics.tf32_conversion == "truncate"
     mean = c.u_x / 4 if truncates else 0.0
@@ -367,24 +367,24 @@ def _of_forward(
         cast = shared.of_keys(p2) * of_conversion
     elif of_conversion:
         cast.add_(shared.of_keys(p2), alpha=of_conversion)
-    variance = (centred @ v2) - 2 * out * (centred @ x.v) + out.square() * centred.sum(2, True)
+    variance = (centred @ v2) - 2 * out * (centred @ chunk.v) + out.square() * centred.sum(2, True)
     variance = variance.clamp_(min=0) + cast @ v2
-    along_out, along_v = (weights * out).sum(2, True), weights @ x.v.mT
+    along_out, along_v = (weights * out).sum(2, True), weights @ chunk.v.mT
     of_sums = (along_v - along_out).square_().mul_(centred).sum(2)
     of_sums += along_v.square_().mul_(cast).sum(2)
     of_scores = p * systematic
     shapes = torch.stack([
         *(
-            y @ x.v - out * y.sum(2, True)
+            y @ chunk.v - out * y.sum(2, True)
             for y in (of_scores, of_scores * pairs.sign, p * dots.truncated)
         ),
         mean * out,
     ])  # fmt: skip
     # 3. The sums of P v and of P.
     additions = ((numerics.block_n + 2) * scores.tiles).unsqueeze(2)
-    dot = _dot(out, p2 @ v2, additions, c, step)
+    dot = _errors_of_sums(out, p2 @ v2, additions, c, step)
     of_l = c.u**2 * (additions + 2 * scores.tiles.unsqueeze(2) + 16)
-    of_out = Spread(
+    out_errors = Spread(
         value=out * (1 - mean),
         variance=variance + dot.variance + of_l * out.square(),
         shapes=shapes,
@@ -398,10 +398,10 @@ def _of_forward(
         peaked=(top > 1 - _PEAKED * c.u_in) & ~empty,
         copies=shared.copies(out),
     )
-    return of_out, of_lse
+    return out_errors, lse_errors
 
 
-def _window(
+def _replayed_cast(
     x: torch.Tensor, variance: torch.Tensor, systematic: torch.Tensor, cast: Format | None,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -428,43 +428,43 @@ class _Recomputed(NamedTuple):
     of_lse: torch.Tensor  # the relative error that all keys of a row share, (Z, R, 1)
 
 
-def _of_dv(
-    x: Chunk, pairs: _Pairs, of_p: _Recomputed, of_dv: torch.Tensor, shared: _Shared,
+def _errors_of_dv(
+    chunk: Chunk, pairs: _Pairs, of_p: _Recomputed, dv_weights: torch.Tensor, shared: _Sharing,
     c: Constants, cast: Format | None,
-) -> _Keys:  # fmt: skip
+) -> _KeyErrors:  # fmt: skip
     """Returns the contributions to the errors of dv."""
     p, p2, variance, of_lse = of_p
-    dots, dout2, of_lse2 = pairs.dots, x.dout.square(), of_lse.square()
+    dots, dout2, of_lse2 = pairs.dots, chunk.dout.square(), of_lse.square()
     systematic = p * dots.systematic
     error = torch.addcmul(systematic, p, of_lse).add_(pairs.seen, alpha=c.ftz)
-    p_cast, random = _window(p, variance, error, cast)
+    p_cast, random = _replayed_cast(p, variance, error, cast)
     # Weights that are nearly 1 are equal, and so are their roundings.
     least = 1 - _PEAKED * (c.u_in if cast is None else cast.u)
     of_ones = torch.where(p < least, 0.0, random).sqrt_()
     random, of_lse2 = shared.of_rows(random), shared.of_rows(of_lse2)
     directions = ((systematic, None), (systematic, pairs.sign), (p, dots.truncated))
-    along2 = (x.dout @ of_dv.mT).square_()
-    additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
-    return _Keys(
-        value=p_cast.mT @ x.dout,
+    along2 = (chunk.dout @ dv_weights.mT).square_()
+    additions = (chunk.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
+    return _KeyErrors(
+        value=p_cast.mT @ chunk.dout,
         squares=p_cast.square().mT @ dout2,
         variance=random.mT @ dout2 + p2.mT @ (of_lse2 * dout2),
         # Errors of lse differ from row to row, but keys share them.
         shapes=torch.stack([
-            *(y.mT @ x.dout for y in _products(directions)),
-            p.mT @ (of_lse * x.dout),
-            of_ones.mT @ x.dout,
+            *(y.mT @ chunk.dout for y in _each_product(directions)),
+            p.mT @ (of_lse * chunk.dout),
+            of_ones.mT @ chunk.dout,
         ]),
         of_sums=(random * along2).sum(1),
         shared=(along2.mul_(p2).mT @ of_lse2).squeeze(2),
         additions=additions,
-        flushed=c.ftz * (pairs.seen.mT @ x.abs_dout),
+        flushed=c.ftz * (pairs.seen.mT @ chunk.abs_dout),
         weight=p.sum(1).unsqueeze(2),
         light=torch.where(p < 0.5, p, 0.0).sum(1).unsqueeze(2),
     )  # fmt: skip
 
 
-def _products(
+def _each_product(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> Iterator[torch.Tensor]:
     """Yields products, or the first factor where there is no second; one is in memory at a time."""
@@ -472,27 +472,31 @@ def _products(
         yield left if right is None else left * right
 
 
-def _of_ds(
-    x: Chunk, out: torch.Tensor, pairs: _Pairs, of_p: _Recomputed, of_dq: torch.Tensor,
-    of_dk: torch.Tensor, of_copies: _Shared, t: float, c: Constants, numerics: Numerics,
+def _errors_of_dq_and_dk(
+    chunk: Chunk, out: torch.Tensor, pairs: _Pairs, of_p: _Recomputed, dq_weights: torch.Tensor,
+    dk_weights: torch.Tensor, of_copies: _Sharing, t: float, c: Constants, numerics: Numerics,
     cast: Format | None, step: int,
-) -> tuple[Spread, _Keys]:  # fmt: skip
+) -> tuple[Spread, _KeyErrors]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk, given out."""
     p, p2, p_variance, of_lse = of_p
-    q2, k2, dots = x.q.square(), x.k.square(), pairs.dots
+    q2, k2, dots = chunk.q.square(), chunk.k.square(), pairs.dots
     # 1. dP and delta. Products of the dtypes here do not overflow, even where hidden.
-    delta = (x.stored_dout * out).sum(2, True)
-    of_delta = (x.stored_dout * out).square().sum(2, True) + delta.square()
-    if x.dlse is not None:
-        dlse = x.dlse.unsqueeze(2)
+    delta = (chunk.stored_dout * out).sum(2, True)
+    of_delta = (chunk.stored_dout * out).square().sum(2, True) + delta.square()
+    if chunk.dlse is not None:
+        dlse = chunk.dlse.unsqueeze(2)
         delta = delta - dlse
         of_delta = of_delta + delta.square() + 16 * dlse.square()
-    of_delta = of_delta * (c.u**2 * (x.v.shape[2] + 4))
-    abs_delta, dp = delta.abs(), x.dout @ x.v.mT
+    of_delta = of_delta * (c.u**2 * (chunk.v.shape[2] + 4))
+    abs_delta, dp = delta.abs(), chunk.dout @ chunk.v.mT
     abs_dp = dp.abs()
-    squares = x.dout.square() @ x.v.square().mT
-    of_dp = _dots(dp, abs_dp, squares, x.dout, x.v, 3 * c.u, 3 * c.u * abs_delta, c, step)
-    flushed = torch.add(c.ftz * (1 + abs_delta), abs_dp, alpha=c.ftz).masked_fill_(x.hidden, 0.0)
+    squares = chunk.dout.square() @ chunk.v.square().mT
+    of_dp = _errors_of_pair_dots(
+        dp, abs_dp, squares, chunk.dout, chunk.v, 3 * c.u, 3 * c.u * abs_delta, c, step
+    )
+    flushed = torch.add(c.ftz * (1 + abs_delta), abs_dp, alpha=c.ftz).masked_fill_(
+        chunk.hidden, 0.0
+    )
     # 2. dS before and after its cast. An error of dS is one of P or one of the gap dP - delta.
     gap = dp - delta
     ds = p * gap
@@ -504,75 +508,82 @@ def _of_ds(
     error.addcmul_(ds.abs(), dots.systematic + (of_lse + 2 * c.u if scaled else of_lse))
     if scaled:
         error.add_(pairs.seen, alpha=c.eta_op / min(t, 1.0))
-    ds_cast, random = _window(ds, variance, error, cast, t if scaled else 1.0)
+    ds_cast, random = _replayed_cast(ds, variance, error, cast, t if scaled else 1.0)
     of_rows, of_keys = of_copies.of_rows(random), of_copies.of_keys(random)
     # 3. Errors in known directions. Errors of lse and delta belong to a row: dq has them in full.
     directions = (
         (of_scores, None), (of_scores, pairs.sign), (ds, dots.truncated),
         (of_gaps, None), (of_gaps, dp.sign_()), (p, of_dp.truncated),
     )  # fmt: skip
-    shapes = [(y @ x.k, y.mT @ x.q) for y in _products(directions)]
-    dq, by_delta = t * (ds_cast @ x.k), t * of_delta.sqrt() * (p @ x.k)
-    along_k2, along_q2 = ((t * of_dq) @ x.k.mT).square_(), (x.q @ (t * of_dk).mT).square_()
-    tiles = x.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
-    of_flushes = t * (flushed @ x.abs_k)
-    of_tiles = (c.ftz * (tiles + 2)).masked_fill_(x.empty.unsqueeze(2), 0.0)
+    shapes = [(y @ chunk.k, y.mT @ chunk.q) for y in _each_product(directions)]
+    dq, by_delta = t * (ds_cast @ chunk.k), t * of_delta.sqrt() * (p @ chunk.k)
+    along_k2, along_q2 = (
+        ((t * dq_weights) @ chunk.k.mT).square_(),
+        (chunk.q @ (t * dk_weights).mT).square_(),
+    )
+    tiles = chunk.seen.sum(2, True, dtype=torch.float64).div_(numerics.block_n).ceil_() + 1
+    of_flushes = t * (flushed @ chunk.abs_k)
+    of_tiles = (c.ftz * (tiles + 2)).masked_fill_(chunk.empty.unsqueeze(2), 0.0)
     squares = ds_cast.square()
-    dot = _dot(dq, t * t * (squares @ k2), (numerics.block_n + 2) * tiles, c, step)
+    dot = _errors_of_sums(dq, t * t * (squares @ k2), (numerics.block_n + 2) * tiles, c, step)
     rows = Spread(
         value=dq,
         variance=t * t * (of_keys @ k2) + by_delta.square() + dot.variance,
         shapes=t * torch.stack([y for y, _ in shapes]),
         along=(dot.along + (of_lse + 4 * c.u) * dq.abs() + of_flushes).add_(of_tiles),
         across=dot.across,
-        of_sums=along_k2.mul_(of_keys).sum(2) + (of_dq * by_delta).sum(2).square(),
-        shared=torch.zeros_like(x.empty, dtype=torch.float64),
+        of_sums=along_k2.mul_(of_keys).sum(2) + (dq_weights * by_delta).sum(2).square(),
+        shared=torch.zeros_like(chunk.empty, dtype=torch.float64),
         alone=dot.variance,
-        peaked=torch.zeros_like(x.empty).unsqueeze(2),
+        peaked=torch.zeros_like(chunk.empty).unsqueeze(2),
         copies=of_copies.copies(dq),
     )
     # 4. Errors of lse and delta differ from row to row, but keys share them.
-    additions = (x.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
+    additions = (chunk.query_tiles * (QUERY_TILE + 2)).unsqueeze(2)
     shared = of_copies.of_rows((p2 * of_delta).addcmul_(ds.square(), of_lse.square()))
-    keys = _Keys(
-        value=t * (ds_cast.mT @ x.q),
+    keys = _KeyErrors(
+        value=t * (ds_cast.mT @ chunk.q),
         squares=t * t * (squares.mT @ q2),
         variance=t * t * (of_rows.mT @ q2 + shared.mT @ q2),
-        shapes=t * torch.stack([*(y for _, y in shapes), ds.mT @ (of_lse * x.q)]),
+        shapes=t * torch.stack([*(y for _, y in shapes), ds.mT @ (of_lse * chunk.q)]),
         of_sums=(of_rows * along_q2).sum(1),
         shared=along_q2.mul_(shared).sum(1),
         additions=additions,
-        flushed=t * (flushed.mT @ x.abs_q),
+        flushed=t * (flushed.mT @ chunk.abs_q),
         weight=torch.zeros_like(additions),  # dk is never peaked
         light=torch.zeros_like(additions),
     )
     return rows, keys
 
 
-def _backward(
-    x: Chunk, given: Returned, scores: Scores, pairs: _Pairs, of_dq: torch.Tensor,
-    of_dk: torch.Tensor, of_dv: torch.Tensor, shared: _Shared, t: float, c: Constants,
+def _errors_of_backward(
+    chunk: Chunk, given: Returned, scores: Scores, pairs: _Pairs, dq_weights: torch.Tensor,
+    dk_weights: torch.Tensor, dv_weights: torch.Tensor, shared: _Sharing, t: float, c: Constants,
     numerics: Numerics, in_dtype: str, step: int,
-) -> tuple[Spread, _Keys, _Keys]:  # fmt: skip
+) -> tuple[Spread, _KeyErrors, _KeyErrors]:  # fmt: skip
     """Returns the errors of dq, and the contributions to those of dk and dv, given the forward."""
     assert given.out is not None
     assert given.lse is not None
     cast, dots = cast_format(in_dtype, numerics), pairs.dots
-    out = given.out.to(torch.float64).masked_fill(x.empty.unsqueeze(2), 0.0)
-    lse = given.lse.to(torch.float64).masked_fill(x.empty, 0.0).unsqueeze(2)
+    out = given.out.to(torch.float64).masked_fill(chunk.empty.unsqueeze(2), 0.0)
+    lse = given.lse.to(torch.float64).masked_fill(chunk.empty, 0.0).unsqueeze(2)
     p = scores.p * (scores.lse.unsqueeze(2) - lse).exp_()
     p2 = p.square()
     variance = torch.addcmul(dots.variance, dots.systematic, dots.systematic).mul_(p2)
     of_p = _Recomputed(p, p2, variance, 3 * c.u * lse.abs())
-    dv = _of_dv(x, pairs, of_p, of_dv, shared, c, cast)
-    dq, dk = _of_ds(x, out, pairs, of_p, of_dq, of_dk, shared, t, c, numerics, cast, step)
+    dv = _errors_of_dv(chunk, pairs, of_p, dv_weights, shared, c, cast)
+    dq, dk = _errors_of_dq_and_dk(
+        chunk, out, pairs, of_p, dq_weights, dk_weights, shared, t, c, numerics, cast, step
+    )
     return dq, dk, dv
 
 
-def _finished(keys: _Keys, copies: torch.Tensor | None, c: Constants, step: int) -> Spread:
+def _with_errors_of_sums(
+    keys: _KeyErrors, copies: torch.Tensor | None, c: Constants, step: int
+) -> Spread:
     if copies is None:
         copies = torch.ones_like(keys.weight)
-    dot = _dot(keys.value, keys.squares, keys.additions, c, step)
+    dot = _errors_of_sums(keys.value, keys.squares, keys.additions, c, step)
     return Spread(
         value=keys.value, variance=keys.variance + dot.variance, shapes=keys.shapes,
         along=dot.along + 4 * c.u * keys.value.abs() + keys.flushed + c.ftz * (keys.additions + 2),
@@ -582,16 +593,16 @@ def _finished(keys: _Keys, copies: torch.Tensor | None, c: Constants, step: int)
     )  # fmt: skip
 
 
-def _add_keys(total: _Keys | None, part: _Keys, x: Chunk) -> _Keys:
-    """Returns the contributions of earlier chunks and of chunk x; ``total`` is changed."""
-    columns = zip(_Keys._fields, total or (None,) * len(part), part, strict=True)
-    return _Keys(*(
-        added_up(whole, of_part, 1 + (name == "shapes"), x.around)
+def _added(total: _KeyErrors | None, part: _KeyErrors, chunk: Chunk) -> _KeyErrors:
+    """Returns the contributions of earlier chunks and of chunk chunk; ``total`` is changed."""
+    columns = zip(_KeyErrors._fields, total or (None,) * len(part), part, strict=True)
+    return _KeyErrors(*(
+        added_up(whole, of_part, 1 + (name == "shapes"), chunk.around)
         for name, whole, of_part in columns
     ))  # fmt: skip
 
 
-_Fields = TypeVar("_Fields", Spread, _Keys)
+_Fields = TypeVar("_Fields", Spread, _KeyErrors)
 
 
 def _joined(parts: list[_Fields], axis: int = 0) -> _Fields:
@@ -601,7 +612,7 @@ def _joined(parts: list[_Fields], axis: int = 0) -> _Fields:
     return kind(*(joined(pieces, axis + (name == "shapes")) for name, pieces in columns))
 
 
-def _of_heads(part: Spread, B: int, heads: int) -> Spread:
+def _by_heads(part: Spread, B: int, heads: int) -> Spread:
     """Splits the first axis into entries and heads, and the second one by them."""
     return Spread(*(
         x.view(*x.shape[:axis], B, heads, -1, *x.shape[axis + 2 :])
@@ -609,37 +620,37 @@ def _of_heads(part: Spread, B: int, heads: int) -> Spread:
     ))  # fmt: skip
 
 
-def _pieces(x: Chunk, pairs: int) -> Iterator[tuple[slice, Chunk]]:
+def _pieces(chunk: Chunk, pairs: int) -> Iterator[tuple[slice, Chunk]]:
     """Yields key/value heads of a chunk, as many as have at most ``pairs`` pairs, at least one."""
-    Z, R, N = x.seen.shape
+    Z, R, N = chunk.seen.shape
     size = max(1, pairs // max(1, R * N))
     for start in range(0, Z, size):
         here = slice(start, start + size)
         yield (
             here,
-            x._replace(
-                q=x.q[here],
-                k=x.k[here],
-                v=x.v[here],
-                dout=x.dout[here],
-                stored_dout=x.stored_dout[here],
-                dlse=None if x.dlse is None else x.dlse[here],
-                seen=x.seen[here],
-                hidden=x.hidden[here],
-                empty=x.empty[here],
-                query_tiles=x.query_tiles[here],
+            chunk._replace(
+                q=chunk.q[here],
+                k=chunk.k[here],
+                v=chunk.v[here],
+                dout=chunk.dout[here],
+                stored_dout=chunk.stored_dout[here],
+                dlse=None if chunk.dlse is None else chunk.dlse[here],
+                seen=chunk.seen[here],
+                hidden=chunk.hidden[here],
+                empty=chunk.empty[here],
+                query_tiles=chunk.query_tiles[here],
             ),
         )
 
 
-def _folded(given: Returned, x: Chunk) -> Returned:
+def _folded(given: Returned, chunk: Chunk) -> Returned:
     """Folds a group's heads into rows, as in a chunk."""
     return Returned(
-        *(None if y is None else y.reshape(*x.empty.shape, *y.shape[3:]) for y in given)
+        *(None if y is None else y.reshape(*chunk.empty.shape, *y.shape[3:]) for y in given)
     )
 
 
-def _of_pieces(given: Returned, here: slice) -> Returned:
+def _piece_of(given: Returned, here: slice) -> Returned:
     return Returned(*(None if y is None else y[here] for y in given))
 
 
@@ -688,44 +699,47 @@ def spreads(
         # Tall chunks of few heads: every chunk adds to all keys of its heads.
         rows = max(1, min(_PAIRS // (H // Hk * N), _SEEN // (B * H * N)))
     of_rows: dict[str, list[Spread]] = {"out": [], "lse": [], "dq": []}
-    of_keys: dict[tuple[str, int], _Keys] = {}
+    of_keys: dict[tuple[str, int], _KeyErrors] = {}
     if given is not None and (given.out is None or given.lse is None):
         given = None
-    of_dk, of_dv = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
+    dk_weights, dv_weights = (y.reshape(B * Hk, N, -1) for y in (weights.dk, weights.dv))
     inputs = (q, k, v, dout, dlse, None, None, None)
     blocks = chunks(
         *inputs, mask=mask, apart=1, rows=rows, tile=numerics.block_n, operands=operands
     )
     for rows_here, chunk in blocks:
-        of_out, of_dq = (
+        out_weights, dq_weights = (
             y[:, :, rows_here].reshape(*chunk.empty.shape, -1) for y in (weights.out, weights.dq)
         )
         back = None if given is None else _folded(given.rows(rows_here), chunk)
         found: dict[str, list[Spread]] = {"out": [], "lse": [], "dq": []}
-        for here, x in _pieces(chunk, _PAIRS):
-            scores = scored(x, sm_scale, c, numerics, softcap=None)
-            pairs = _pairs(x, scores, sm_scale, c, step)
-            shared = _shared(copies, none, scores, pairs, rows_here, here, x)
-            forward = _of_forward(x, scores, pairs, of_out[here], shared, c, numerics, step)
+        for here, piece in _pieces(chunk, _PAIRS):
+            scores = scored(piece, sm_scale, c, numerics, softcap=None)
+            pairs = _pairs(piece, scores, sm_scale, c, step)
+            shared = _sharing_of(copies, none, scores, pairs, rows_here, here, piece)
+            forward = _errors_of_forward(
+                piece, scores, pairs, out_weights[here], shared, c, numerics, step
+            )
             for name, spread in zip(("out", "lse"), forward, strict=True):
                 found[name].append(spread)
             if back is None:
                 continue
-            dq, dk, dv = _backward(
-                x, _of_pieces(back, here), scores, pairs, of_dq[here], of_dk[here, x.keys],
-                of_dv[here, x.keys], shared, sm_scale, c, numerics, in_dtype, step,
+            dq, dk, dv = _errors_of_backward(
+                piece, _piece_of(back, here), scores, pairs, dq_weights[here],
+                dk_weights[here, piece.keys],
+                dv_weights[here, piece.keys], shared, sm_scale, c, numerics, in_dtype, step,
             )  # fmt: skip
             found["dq"].append(dq)
             # Added at once: the contributions of a long problem's chunks do not fit in memory.
             for name, part in (("dk", dk), ("dv", dv)):
                 total = of_keys.get((name, here.start))
-                of_keys[name, here.start] = _add_keys(total, part, x)
+                of_keys[name, here.start] = _added(total, part, piece)
         for name, parts in found.items():
             if parts:
-                of_rows[name].append(_of_heads(_joined(parts), B, H))
+                of_rows[name].append(_by_heads(_joined(parts), B, H))
     result = {name: _joined(parts, 2) for name, parts in of_rows.items() if parts}
     for name in ("dk", "dv") if of_keys else ():
         total = _joined([part for (of, _), part in of_keys.items() if of == name])
         of_copies = None if copies is None else copies.keys_anywhere.reshape(-1, N, 1)
-        result[name] = _of_heads(_finished(total, of_copies, c, step), B, Hk)
+        result[name] = _by_heads(_with_errors_of_sums(total, of_copies, c, step), B, Hk)
     return result

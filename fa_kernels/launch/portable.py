@@ -372,7 +372,7 @@ def launch_backward(
                 hopper.launch_hopper_dq(*inputs, dq, sizes, arguments, bits)
             kernels = ()
         if kernels or dbias is not None:
-            inputs = _Inputs(q, k, v, dout, lse2, delta)
+            inputs = _BackwardInputs(q, k, v, dout, lse2, delta)
             gradients = _Gradients(dq, dk, dv, dbias)
             _launch_portable(inputs, gradients, sums, sizes, arguments, kernels, one_pass)
         rows = SUMS_ROWS[on_hopper]
@@ -389,7 +389,7 @@ def launch_backward(
     return dq, dk if needed[1] else None, dv if needed[2] else None
 
 
-class _Inputs(NamedTuple):
+class _BackwardInputs(NamedTuple):
     """The tensors that the backward kernels read."""
 
     q: torch.Tensor
@@ -410,7 +410,7 @@ class _Gradients(NamedTuple):
 
 
 def _launch_portable(
-    inputs: _Inputs,
+    inputs: _BackwardInputs,
     gradients: _Gradients,
     sums: torch.Tensor,
     sizes: Sizes,

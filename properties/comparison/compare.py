@@ -190,7 +190,7 @@ class Finding:
         # Merges and the pages of a cache have no tiles.
         tile = None
         if problem.attention is not None and names.startswith("bh"):
-            tile = _Tile.of(index, subject, problem.attention, output)
+            tile = _TileOfElement.of(index, subject, problem.attention, output)
         return cls(
             guarantee=guarantee,
             claim=claim,
@@ -241,7 +241,7 @@ class Violation(AssertionError):  # noqa: N818  # a failed check, not an error o
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _TileOfElement:
     """A tile of rows (axis "m") or keys ("n"), its index, and its special properties."""
 
     axis: str
@@ -254,7 +254,9 @@ class _Tile:
     single: bool
 
     @classmethod
-    def of(cls, index: tuple[int, ...], subject: Subject, problem: Problem, output: str) -> _Tile:
+    def of(
+        cls, index: tuple[int, ...], subject: Subject, problem: Problem, output: str
+    ) -> _TileOfElement:
         """Return the tile that contains an element."""
         axis = _AXES[output][2]
         block_m, block_n = subject.tile_of(problem)
@@ -280,7 +282,7 @@ class _Tile:
         return TILES[special.index(True)]
 
 
-def _places(bad: torch.Tensor, tile: _Tile | None, output: str) -> str:
+def _places(bad: torch.Tensor, tile: _TileOfElement | None, output: str) -> str:
     """Describe the tile of the worst element and the indices at which bad elements concentrate."""
     spread = [_concentration(bad, position, name) for position, name in enumerate(_AXES[output])]
     narrow = ", ".join(text for text in spread if text)

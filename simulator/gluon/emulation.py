@@ -46,7 +46,7 @@ class _Layout:
         pass
 
 
-class _Tile:
+class _SharedTensor:
     """A tensor in shared memory, or a view of one."""
 
     def __init__(self, emulation: _Emulation, data: Any, dtype: Any) -> None:
@@ -56,21 +56,21 @@ class _Tile:
     def shape(self) -> list[int]:
         return list(self.data.shape)
 
-    def _part(self, data: Any) -> _Tile:
-        return _Tile(self._emulation, data, self.dtype)
+    def _part(self, data: Any) -> _SharedTensor:
+        return _SharedTensor(self._emulation, data, self.dtype)
 
     def index(self, index: Any) -> Any:
         return self._part(self.data[int(index)])
 
-    def reshape(self, shape: Sequence[int]) -> _Tile:
+    def reshape(self, shape: Sequence[int]) -> _SharedTensor:
         part = self.data.reshape([int(x) for x in shape])
         assert np.may_share_memory(part, self.data)
         return self._part(part)
 
-    def permute(self, order: Sequence[int]) -> _Tile:
+    def permute(self, order: Sequence[int]) -> _SharedTensor:
         return self._part(self.data.transpose([int(x) for x in order]))
 
-    def slice(self, start: Any, length: Any, dim: Any = 0) -> _Tile:
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> _SharedTensor:
         place = [slice(None)] * self.data.ndim
         place[int(dim)] = slice(int(start), int(start) + int(length))
         return self._part(self.data[tuple(place)])
@@ -215,7 +215,7 @@ class _Emulation:
         if isinstance(layout, _MBarrierLayout):
             return _Barriers(self._allocated[program], len(data))
         poison(data)
-        return _Tile(self, data, dtype)
+        return _SharedTensor(self, data, dtype)
 
     def warp_specialize(self, parts: Sequence[Any], *_: object) -> None:
         self.machine.split([partial(function, *given) for function, given in parts])
@@ -261,23 +261,26 @@ class _Emulation:
         self.machine.check_announced("shared")
         barrier.arrive(int(count))
 
-    def _async_load(self, source: _Described, place: Any, barrier: Barrier, target: _Tile) -> None:
+    def _async_load(
+        self, source: _Described, place: Any, barrier: Barrier, target: _SharedTensor
+    ) -> None:
         self.work[source.name] += 1
         values = source.block(place)
         assert list(values.shape) == target.shape
         self.machine.copy(target.data, values, source.block_type.nbytes, barrier)
 
     def _product(
-        self, a: Any, b: _Tile, acc: Any, *, use_acc: bool = True, is_async: bool = False
+        self, a: Any, b: _SharedTensor, acc: Any, *, use_acc: bool = True, is_async: bool = False
     ) -> Any:
-        shared = [x for x in (a, b) if isinstance(x, _Tile)]
+        shared = [x for x in (a, b) if isinstance(x, _SharedTensor)]
         for x in shared:
             self.machine.check_fenced(x.data)
 
         def make(*operands: Any) -> Any:
             loaded = iter(operands)
             left, right = (
-                self.tensor(next(loaded), x.dtype) if isinstance(x, _Tile) else x for x in (a, b)
+                self.tensor(next(loaded), x.dtype) if isinstance(x, _SharedTensor) else x
+                for x in (a, b)
             )
             before = _value(acc) if use_acc else None
             return self._tl.dot(

@@ -72,7 +72,7 @@ _PAST_END: gl.constexpr = gl.constexpr(1)
 _BUFFERS: gl.constexpr = gl.constexpr(3)
 
 
-class _Inputs(NamedTuple):
+class _Descriptors(NamedTuple):
     """Descriptors of the inputs."""
 
     q: Any
@@ -101,7 +101,7 @@ class _Shared(NamedTuple):
     ds_full: Any
 
 
-class _Tile(NamedTuple):
+class _KeyTile(NamedTuple):
     """The key tile of a program: its kv head, G query heads, query tiles, and own ``Steps``."""
 
     h_k: Any
@@ -645,7 +645,7 @@ def hopper_backward_kernel(
     """
     BLOCK_N: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
+    inputs = _Descriptors(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
         total_q=total_q, total_k=total_k,
@@ -664,7 +664,7 @@ def hopper_backward_kernel(
     mask = mask_of(info, window_left, window_right)
     tiles = query_tiles(start_n, mask, BLOCK_N, BLOCK_M)
     steps = steps_of(part, G * (tiles.hi - tiles.lo))
-    tile = _Tile(h_k=h_k, G=G, start_n=start_n, tiles=tiles, steps=steps)
+    tile = _KeyTile(h_k=h_k, G=G, start_n=start_n, tiles=tiles, steps=steps)
     sums = PartialSums(
         ptr=sums_ptr, first_row=part.index.to(gl.int64) * (2 * BLOCK_N),
         signal_ptr=signals_ptr + 2 * part.index,

@@ -55,7 +55,7 @@ from fa_kernels.kernels.hopper.pipeline import (
 __all__ = ["hopper_dq_kernel"]
 
 
-class _Inputs(NamedTuple):
+class _Descriptors(NamedTuple):
     """Descriptors of the inputs."""
 
     q: Any
@@ -77,7 +77,7 @@ class _Shared(NamedTuple):
     v_pipe: Any
 
 
-class _Tile(NamedTuple):
+class _QueryTile(NamedTuple):
     """The query tile of a program, its ``TileRange``, and its own key tiles [first, last)."""
 
     h: Any
@@ -329,7 +329,7 @@ def hopper_dq_kernel(
     """
     BLOCK_M: gl.constexpr = 2 * WARPGROUP_ROWS
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
+    inputs = _Descriptors(q=q_desc, k=k_desc, v=v_desc, dout=dout_desc)
     batch = Batch(
         seqlens_q_ptr=seqlens_q_ptr, seqlens_k_ptr=seqlens_k_ptr, max_seqlen_q=M, max_seqlen_k=N,
         total_q=total_q, total_k=total_k,
@@ -347,7 +347,7 @@ def hopper_dq_kernel(
     mask = mask_of(info, window_left, window_right)
     tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
     steps = steps_of(part, tiles.hi - tiles.lo)
-    tile = _Tile(
+    tile = _QueryTile(
         h=h, start_m=start_m, tiles=tiles, first=tiles.lo + steps.begin, last=tiles.lo + steps.end
     )
     sums = PartialSums(

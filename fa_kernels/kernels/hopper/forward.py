@@ -58,7 +58,7 @@ from fa_kernels.kernels.hopper.pipeline import (
 __all__ = ["hopper_forward_kernel"]
 
 
-class _Inputs(NamedTuple):
+class _Descriptors(NamedTuple):
     """Descriptors of the inputs."""
 
     q: Any
@@ -92,7 +92,7 @@ class _Call(NamedTuple):
     qk_scale: Any
 
 
-class _Tile(NamedTuple):
+class _QueryTile(NamedTuple):
     """A query tile: its head, first row, consumers, sequences, mask and ``TileRange``."""
 
     h: Any
@@ -152,7 +152,7 @@ def _tile_of_work(work, call, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, VA
     mask = mask_of(info, call.window_left, call.window_right)
     # The range of a wide tile: a narrow one may visit a key tile that is hidden from all its rows.
     tiles = key_tiles(start_m, mask, BLOCK_M, BLOCK_N)
-    return _Tile(head % call.H, start_m, consumers, info, mask, tiles)
+    return _QueryTile(head % call.H, start_m, consumers, info, mask, tiles)
 
 
 @gluon.jit
@@ -489,7 +489,7 @@ def hopper_forward_kernel(
 
     HAS_SINKS: as in ``forward_kernel``.
     """
-    inputs = _Inputs(q=q_desc, k=k_desc, v=v_desc)
+    inputs = _Descriptors(q=q_desc, k=k_desc, v=v_desc)
     outputs = _Outputs(
         out_ptr=out_ptr, lse_ptr=lse_ptr, Dv=Dv, sinks_ptr=sinks_ptr, stride_sink=stride_sink
     )

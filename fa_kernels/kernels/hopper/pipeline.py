@@ -27,11 +27,11 @@ from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head, visibl
 __all__ = [
     "PROGRAMS_TOGETHER",
     "WARPGROUP_ROWS",
-    "Mask",
     "PartialSums",
     "Partition",
     "Pipeline",
     "Steps",
+    "VisiblePairs",
     "accumulator_layout",
     "add_block",
     "add_product",
@@ -90,7 +90,7 @@ _IN_FOURS: gl.constexpr = gl.constexpr(
 # attributes ``values`` and ``type``, so no field can have these names.
 
 
-class Mask(NamedTuple):
+class VisiblePairs(NamedTuple):
     """The visible pairs of one batch entry: valid lengths and the window."""
 
     seqlen_q: Any
@@ -165,8 +165,8 @@ def operand_layout(columns):
 
 @gluon.jit
 def mask_of(info, window_left, window_right):
-    """The ``Mask`` of a batch entry."""
-    return Mask(info.seqlen_q, info.seqlen_k, window_left, window_right)
+    """The ``VisiblePairs`` of a batch entry."""
+    return VisiblePairs(info.seqlen_q, info.seqlen_k, window_left, window_right)
 
 
 @gluon.jit

@@ -174,7 +174,9 @@ def test_products_beside_a_dominant_one_may_lose_what_tensor_cores_truncate(monk
     trial = run_trial(subject, problem)
     assert trial is not None
     assert not limits(trial)
-    monkeypatch.setattr(spread, "_truncation_of_products", lambda value, *_: torch.zeros_like(value))
+    monkeypatch.setattr(
+        spread, "_truncation_of_products", lambda value, *_: torch.zeros_like(value)
+    )
     found = limits(trial)
     assert {(x.output, x.guarantee) for x in found} == {("out", "limit of sums")}
 

@@ -138,7 +138,7 @@ def _harness(options: argparse.Namespace) -> list[Outcome]:
     warm_up()
     chosen = [("harness", x) for x in HARNESS]
     if options.every:
-        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
+        sources = sources_of("oracles", "properties", "fa_verify")
         sampled = sites.sample(sources, options.every, options.seed)
         chosen += [("sampled", x) for x in sampled]
     chosen = [(source, x) for source, x in chosen if options.only in x.name]

@@ -49,7 +49,7 @@ def mutants() -> dict[str, Any]:
     from tests.mutation.mutants.hardware import HARDWARE
     from tests.mutation.mutants.operators import HOPPER_SITES, mechanical
 
-    sources = sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
+    sources = sources_of("fa_kernels", "oracles", "properties", "fa_verify")
     found: dict[str, Any] = {}
     lists = {
         "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "harness": HARNESS,

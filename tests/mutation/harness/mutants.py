@@ -382,7 +382,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/rounding.py",
+        "fa_verify/simulator/interpreter/rounding.py",
         "test_interpreter",
         (
             "ties go up",
@@ -396,7 +396,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/repair.py",
+        "fa_verify/simulator/interpreter/repair.py",
         "test_interpreter",
         (
             "masked-off lanes are 0",
@@ -405,7 +405,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/addresses.py",
+        "fa_verify/simulator/interpreter/addresses.py",
         "test_interpreter_addresses",
         (
             "an earlier launch's tensors count",

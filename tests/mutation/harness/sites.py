@@ -18,7 +18,12 @@ from tests.mutation.mutants.operators import mechanical
 __all__ = ["FOLDERS", "TESTS", "rate_interval", "sample"]
 
 # Folders of the harness whose code affects a verdict.
-FOLDERS = ("oracles", "properties", "simulator/interpreter", "fa_verify/pytest_plugin/gate")
+FOLDERS = (
+    "oracles",
+    "properties",
+    "fa_verify/simulator/interpreter",
+    "fa_verify/pytest_plugin/gate",
+)
 _BOUNDS = "test_bounds_agree test_error_model"
 _MASKS = "test_custom_masks test_mask"
 # Files of tests/unit that have to kill a module's mutants, the quickest first.
@@ -188,18 +193,18 @@ TESTS: dict[str, str] = {
     "properties/subjects/tutorial_call.py": "test_tutorial_call",
     "properties/subjects/ways.py": "test_ways",
     "properties/subjects/without_gpu.py": "test_without_gpu",
-    "simulator/interpreter/addresses.py": "test_interpreter_addresses",
-    "simulator/interpreter/block_pointers.py": "test_interpreter_block_pointers",
-    "simulator/interpreter/dot_order.py": "test_dot_order",
-    "simulator/interpreter/functions.py": "test_interpreter_functions",
-    "simulator/interpreter/launches.py": "test_interpreter",
-    "simulator/interpreter/libdevice.py": "test_interpreter_libdevice",
-    "simulator/interpreter/limits.py": "test_interpreter",
-    "simulator/interpreter/operators.py": "test_interpreter_operators",
-    "simulator/interpreter/repair.py": "test_interpreter",
-    "simulator/interpreter/rounding.py": "test_interpreter",
-    "simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
-    "simulator/interpreter/without_gpu.py": "test_interpreter_without_gpu",
+    "fa_verify/simulator/interpreter/addresses.py": "test_interpreter_addresses",
+    "fa_verify/simulator/interpreter/block_pointers.py": "test_interpreter_block_pointers",
+    "fa_verify/simulator/interpreter/dot_order.py": "test_dot_order",
+    "fa_verify/simulator/interpreter/functions.py": "test_interpreter_functions",
+    "fa_verify/simulator/interpreter/launches.py": "test_interpreter",
+    "fa_verify/simulator/interpreter/libdevice.py": "test_interpreter_libdevice",
+    "fa_verify/simulator/interpreter/limits.py": "test_interpreter",
+    "fa_verify/simulator/interpreter/operators.py": "test_interpreter_operators",
+    "fa_verify/simulator/interpreter/repair.py": "test_interpreter",
+    "fa_verify/simulator/interpreter/rounding.py": "test_interpreter",
+    "fa_verify/simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
+    "fa_verify/simulator/interpreter/without_gpu.py": "test_interpreter_without_gpu",
 }
 
 

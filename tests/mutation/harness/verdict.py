@@ -73,7 +73,7 @@ def judged_harness(mutant: Mutant) -> Verdict:
         raise ValueError(f"mutant {mutant.name!r} is caught by nothing")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
+        sources = sources_of("oracles", "properties", "fa_verify")
         changed = {
             path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
         }

@@ -13,7 +13,7 @@ from tests.mutation.harness.operators import HARNESS_OPERATORS
 from tests.mutation.harness.sites import FOLDERS, TESTS, rate_interval, sample
 from tests.mutation.mutants.operators import mechanical
 
-SOURCES = sources_of("oracles", "properties", "simulator", "fa_verify")
+SOURCES = sources_of("oracles", "properties", "fa_verify")
 
 
 def made(expression: str) -> set[str]:

@@ -31,7 +31,7 @@ ALL = [
 
 @cache
 def sources() -> dict[str, str]:
-    return sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
+    return sources_of("fa_kernels", "oracles", "properties", "fa_verify")
 
 
 @pytest.mark.parametrize("mutant", ALL)

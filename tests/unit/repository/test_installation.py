@@ -29,7 +29,7 @@ for name, module in sys.modules.items():
     if file and name.split(".")[0] in ("fa_verify", "fa_kernels", "oracles", "properties", "tests"):
         names.setdefault(os.path.realpath(file), []).append(name)
 print([x for x in names.values() if len(x) > 1])
-print([x for x in ("oracles", "properties", "simulator", "tests") if x in sys.modules])
+print([x for x in ("oracles", "properties", "tests") if x in sys.modules])
 print(fa_verify.__file__)
 """
 

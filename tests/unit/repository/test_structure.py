@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[3]
 LINKED = {
     "oracles": "fa_verify.oracles",
     "properties": "fa_verify.properties",
-    "simulator": "fa_verify.simulator",
     "tests/conformance": "fa_verify.conformance",
     "tests/subjects": "fa_verify.subjects",
 }
@@ -29,7 +28,7 @@ PROPERTIES = tuple(
     )
 )
 PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
-SIMULATOR = ("simulator/interpreter", "simulator/gluon")
+SIMULATOR = ("fa_verify/simulator/interpreter", "fa_verify/simulator/gluon")
 ARROWS = {
     "fa_kernels/runtime": (),
     "fa_kernels/kernels/common": (),
@@ -89,15 +88,15 @@ ARROWS = {
         "properties/comparison",
         "properties/execution",
     ),
-    "simulator": (),
-    "simulator/interpreter": (),
-    "simulator/gluon": (),
+    "fa_verify/simulator": (),
+    "fa_verify/simulator/interpreter": (),
+    "fa_verify/simulator/gluon": (),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
     # Its command prepares the process as the plugin does, and takes the names of the registry.
     "fa_verify/probing": (
         *ORACLES,
         *PROPERTIES,
-        "simulator/interpreter",
+        "fa_verify/simulator/interpreter",
         "fa_verify",
         "fa_verify/pytest_plugin",
     ),
@@ -117,7 +116,7 @@ ARROWS = {
     "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels", "tests/subjects"),
     "tests": None,
 }
-PACKAGES = ("oracles", "properties", "simulator", "fa_kernels", "benchmarks")
+PACKAGES = ("oracles", "properties", "fa_verify/simulator", "fa_kernels", "benchmarks")
 NAMES_WITHOUT_AN_IDEA = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Only derived bounds decide in these folders.
 JUDGES = ("properties", "tests/conformance")

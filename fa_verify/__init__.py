@@ -4,8 +4,8 @@
 that a test has computed. ``attention_kernel`` declares which inputs a kernel supports and how it
 rounds. ``pytest_plugin`` provides the command line.
 
-``oracles``, ``properties`` and ``simulator`` are subpackages: links to the neighbouring folders in
-a checkout, ordinary folders in a wheel.
+``oracles`` and ``properties`` are subpackages: links to the neighbouring folders in a checkout,
+ordinary folders in a wheel.
 """
 
 from __future__ import annotations

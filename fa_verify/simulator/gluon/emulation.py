@@ -385,8 +385,8 @@ def load(
 ) -> list[Emulated]:
     """Load kernels from modules that import Gluon, to be launched on CPU tensors.
 
-    Call ``simulator.interpreter.repair.repair()`` first. The modules can import each other, and are
-    removed from ``sys.modules`` afterwards.
+    Call ``fa_verify.simulator.interpreter.repair.repair()`` first. The modules can import each
+    other, and are removed from ``sys.modules`` afterwards.
 
     Args:
         sources: Source text of each module by its full name, in an order in which they can be

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from fa_verify import simulator
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import SubjectError, plan_run, run_subject, run_trial
@@ -57,6 +60,20 @@ def test_the_reason_of_a_compilation_error_is_told_and_the_line_that_calls_the_k
 
     with pytest.raises(SubjectError, match=r"(?s)operands are fp16 and fp32.*test_trial.py, line"):
         run_subject(Subject.of(DoesNotCompile(), "eager"), PROBLEM, make(PROBLEM))
+
+
+def test_an_error_inside_the_simulator_is_told_with_the_line_of_the_kernel():
+    """The blame follows from paths, so a simulator in another folder would be blamed in silence."""
+    inside = str(Path(simulator.__file__).parent / "interpreter" / "functions.py")
+    simulated: dict[str, Callable[[], None]] = {}
+    exec(compile("def run():\n    raise ValueError('no')", inside, "exec"), simulated)
+
+    class Simulated(Eager):
+        def spoil(self, out, lse, live, N, config):
+            simulated["run"]()
+
+    with pytest.raises(SubjectError, match=r"ValueError: no\n\(.*test_trial.py, line"):
+        run_subject(Subject.of(Simulated(), "eager"), PROBLEM, make(PROBLEM))
 
 
 def test_a_subject_runs_between_guard_bands_on_a_cpu():

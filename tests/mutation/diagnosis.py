@@ -36,11 +36,11 @@ from fa_verify.diagnosis.copies import PACKAGE, sources_of
 from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.mutant import Mutant
-from fa_verify.diagnosis.named.entries import DICTIONARY
 from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
 from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
+from tests.mutation.mutants.named_faults import RECORDED
 from tests.mutation.mutants.operators import mechanical
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _mutants() -> Iterator[tuple[str, Mutant]]:
 
 def _accepted(source: str, mutant: Mutant, listed: dict[str, dict[str, list[str]]]) -> list[str]:
     if source == "on record":
-        return [x.name for x in DICTIONARY if any(part in mutant.name for part in x.recorded)]
+        return [name for name, parts in RECORDED.items() if any(x in mutant.name for x in parts)]
     return listed[source].get(mutant.key or mutant.name, [])
 
 

@@ -9,22 +9,19 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fa_verify.diagnosis.outcomes import ENDS, Outcome, read
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.execution.coverage import possible_cells
 from fa_verify.properties.execution.replay_line import replay_line
 from fa_verify.properties.execution.tally import EDGES, Tally
 from fa_verify.session import device_of, is_ours, is_whole, subject_of
 
-__all__ = ["OUTCOMES", "VERSION", "mutants", "record"]
+__all__ = ["VERSION", "record"]
 
-VERSION = 2
-OUTCOMES = Path(__file__).resolve().parents[3] / "build" / "mutation" / "outcomes.jsonl"
+VERSION = 3
 # Number of characters kept of a failure's text: a subject's traceback can be of any length.
 MOST_TEXT = 20_000
 
@@ -73,7 +70,6 @@ def record(
             "verdict": gate.verdict,
             "changes": [vars(change) for change in gate.differences],
         },
-        "mutants": mutants(OUTCOMES),
     }
 
 
@@ -185,37 +181,3 @@ def _failure(report: pytest.TestReport) -> dict[str, Any]:
         "text": report.longreprtext[:MOST_TEXT],
         "findings": getattr(report, "findings", []),
     }
-
-
-def mutants(path: Path) -> dict[str, Any] | None:
-    """Return the results of the last ``make mutation``, or None if there are none.
-
-    Args:
-        path: The file of outcomes.
-
-    Returns:
-        The counts of outcomes by source of mutants, the survivors, and the matrix of mutants and
-        failing checks if it was computed. If the file is damaged, the reason.
-    """
-    if not path.is_file():
-        return None
-    try:
-        outcomes = read(path)
-    except (ValueError, TypeError, KeyError) as error:
-        return {"file": str(path.name), "damaged": f"{type(error).__name__}: {error}"}
-    sources = dict.fromkeys(x.source for x in outcomes)
-    ends = {name: Counter(x.end for x in outcomes if x.source == name) for name in sources}
-    return {
-        "file": path.name,
-        "ends": {name: {end: ends[name][end] for end in ENDS} for name in sources},
-        "survivors": [x.name for x in outcomes if x.unexplained],
-        "matrix": _matrix(outcomes),
-    }
-
-
-def _matrix(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return each mutant with its failing checks, if all checks were run; else an empty list."""
-    asked = [x for x in outcomes if x.checks and x.source != "harness"]
-    if all(len(x.checks) == 1 for x in asked):
-        return []
-    return [{"source": x.source, "mutant": x.name, "checks": [*x.checks]} for x in asked]

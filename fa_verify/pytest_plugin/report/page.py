@@ -46,7 +46,7 @@ def page(record: Mapping[str, Any]) -> str:
     subject = record["subject"] or {"name": "no kernel", "declares": "", "source": ""}
     results, by_dtype = record["results"], record["problems"]["by_dtype"]
     ends = [word for word in ("failed", "passed", "not run") if word in results]
-    distribution, mutants = record["distribution"], record["mutants"]
+    distribution = record["distribution"]
     draws = pictures.can_draw()
     dtypes = [x for x in DTYPES if x in by_dtype]
     return _template().render(
@@ -69,7 +69,6 @@ def page(record: Mapping[str, Any]) -> str:
             and pictures.distribution(distribution["edges"], distribution["counts"]),
             "shown": FAILURES,
             "coverage": record.get("coverage"),
-            **_of_mutants(mutants or {}, draws),
         }
     )
 
@@ -130,14 +129,3 @@ def _sharpness(record: Mapping[str, Any], dtypes: Sequence[str]) -> Iterator[tup
 
 def _number(ratio: float | None) -> str:
     return "infinite" if ratio is None else f"{ratio:.3f}"
-
-
-def _of_mutants(mutants: Mapping[str, Any], draws: bool) -> dict[str, Any]:
-    """Return the table and the picture of mutation testing."""
-    ends = mutants.get("ends", {})
-    matrix = mutants.get("matrix")
-    return {
-        "ends": [*next(iter(ends.values()), {})],
-        "mutant_rows": [(name, *counts.values()) for name, counts in ends.items()],
-        "matrix": draws and matrix and pictures.kill_matrix(matrix),
-    }

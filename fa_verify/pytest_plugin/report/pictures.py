@@ -6,10 +6,9 @@ import base64
 import importlib.util
 import io
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
-__all__ = ["can_draw", "distribution", "heat_map", "kill_matrix"]
+__all__ = ["can_draw", "distribution", "heat_map"]
 
 INK, MUTED, LIMIT = "#1f2933", "#7b8794", "#c81e1e"
 # Distinct in hue and in lightness.
@@ -119,29 +118,4 @@ def heat_map(heat: Mapping[str, Any], output: str) -> str:
     axis.set_title(title, loc="left", fontsize=9, color=MUTED)
     bar = figure.colorbar(image, ax=axis)
     bar.set_label("error / bound" if heat["is_ratio"] else "difference", color=INK)
-    return _png(figure)
-
-
-def kill_matrix(matrix: Sequence[Mapping[str, Any]]) -> str:
-    """Draw a matrix of mutants (columns) and checks (rows), marked where a check fails.
-
-    Args:
-        matrix: The entry "matrix" of ``content.mutants``.
-    """
-    killed = sorted(matrix, key=lambda x: (x["source"], x["checks"]))
-    checks = list(dict.fromkeys(check for x in killed for check in x["checks"]))
-    figure = _figure(11, 0.24 * len(checks) + 1.2)
-    axis = figure.subplots()
-    marks = [[check in x["checks"] for x in killed] for check in checks]
-    axis.imshow(marks, aspect="auto", cmap="Greys", interpolation="nearest")
-    axis.set_yticks(range(len(checks)), checks, fontsize=8)
-    ticks, names, at = [], [], 0
-    for source, part in groupby(killed, key=lambda x: x["source"]):
-        count = len(list(part))
-        axis.axvline(at - 0.5, color=LIMIT, linewidth=0.8)
-        ticks.append(at + count / 2 - 0.5)
-        names.append(source)
-        at += count
-    axis.set_xticks(ticks, names)
-    axis.set_xlabel(f"{len(killed)} mutants on which a check fails", color=INK)
     return _png(figure)

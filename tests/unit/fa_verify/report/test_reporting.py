@@ -248,38 +248,6 @@ def test_the_page_shows_the_coverage_of_a_whole_run(record):
     assert "No problem has D <= 64 N < 256: one-pass (fp16)." in text
 
 
-OUTCOME = {
-    "source": "faults", "name": "dq: <no> mask", "file": "f.py", "end": "killed",
-    "checks": ["G1", "T3"], "step": 0, "detail": "", "seconds": 1.0,
-}  # fmt: skip
-
-
-def test_the_mutants_of_the_last_run_are_shown(record, tmp_path):
-    path = tmp_path / "outcomes.jsonl"
-    lost = {**OUTCOME, "name": "a <survivor>", "end": "survived", "checks": []}
-    path.write_text("".join(json.dumps(x) + "\n" for x in (OUTCOME, lost)))
-    found = content.mutants(path)
-    assert found["ends"]["faults"]["killed"] == found["ends"]["faults"]["survived"] == 1
-    assert found["matrix"] == [
-        {"source": "faults", "mutant": "dq: <no> mask", "checks": ["G1", "T3"]}
-    ]
-    read = Page(page({**record, "mutants": found}))
-    assert "a <survivor>" in read.text
-    if pictures.can_draw():
-        assert "Which check fails on which mutant" in read.images()
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '{"source": 1}'])
-def test_unreadable_mutation_outcomes_are_reported(record, tmp_path, text):
-    path = tmp_path / "outcomes.jsonl"
-    path.write_text(text)
-    assert (
-        "outcomes.jsonl cannot be read"
-        in Page(page({**record, "mutants": content.mutants(path)})).text
-    )
-    assert content.mutants(tmp_path / "none.jsonl") is None
-
-
 def test_a_folder_that_is_none_is_refused(told):
     folder, (said, code) = told
     assert code == 2

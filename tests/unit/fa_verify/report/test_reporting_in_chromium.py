@@ -17,7 +17,7 @@ HEAT = {
     "head": "b=0 h=0", "is_ratio": True,
 }  # fmt: skip
 RECORD = {
-    "version": 2,
+    "version": 3,
     "subject": {"name": "attention", "declares": "nothing", "source": ""},
     "header": ["CPU; torch"],
     "command": "pytest --fa-report=x",
@@ -49,7 +49,6 @@ RECORD = {
         }
     ],
     "baseline": None,
-    "mutants": None,
 }  # fmt: skip
 # Reports the browser's log and the extent of the page's layout.
 PROBE = """<script>

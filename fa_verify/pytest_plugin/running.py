@@ -90,8 +90,6 @@ WARNINGS = (
     # NumPy inside the Triton interpreter: exp2 overflows in lanes that a select then discards.
     "ignore::RuntimeWarning:triton.runtime.interpreter",
 )
-# Tests of the mutants that only a GPU can detect; present in a checkout only.
-HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
 QUICK = "test_quick"
 # The test files that --fa-mask runs.
 OF_MASKS = (
@@ -152,12 +150,6 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")
-    if config.getoption("--fa-mutation"):
-        if not ON_GPU:
-            raise pytest.UsageError(
-                "--fa-mutation needs a GPU, and none is visible; make mutation runs without one"
-            )
-        config.args[:] = [str(HARDWARE)]
     chosen = text is not None or mask is not None or config.getoption("--fa-quick")
     if not is_ours(config) and not chosen:
         _select_conformance(config)

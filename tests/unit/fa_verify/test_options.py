@@ -235,7 +235,6 @@ def test_options_that_exclude_minutes_are_refused(options, says):
     given = {
         "--fa-minutes": "1",
         "--fa-replay": None,
-        "--fa-mutation": False,
         "--hypothesis-profile": None,
     }
     option = SimpleNamespace(numprocesses=None, dist="no")

@@ -41,8 +41,8 @@ def caught_bug(path: Path) -> None:
     from fa_verify.simulator.interpreter.repair import repair
 
     repair()
-    from fa_verify.diagnosis.copies import load, sources_of
     from fa_verify.subjects import ours
+    from tests.mutation.catalogue.copies import load, sources_of
 
     sources = sources_of("fa_kernels")
     assert sources[KERNEL].count(LINE) == 1

@@ -161,15 +161,15 @@ def _versions() -> list[str]:
 
 
 def _mutants() -> list[str]:
-    from fa_verify.diagnosis.faults import FAULTS
-    from fa_verify.diagnosis.independent import INDEPENDENT
-    from fa_verify.diagnosis.subtle import SUBTLE
+    from tests.mutation.catalogue.faults import FAULTS
+    from tests.mutation.catalogue.independent import INDEPENDENT
+    from tests.mutation.catalogue.subtle import SUBTLE
     from tests.mutation.harness.mutants import HARNESS
 
     rows = (
-        ("faults on record", len(FAULTS), "`fa_verify/diagnosis/faults.py`"),
-        ("independent mutants", len(INDEPENDENT), "`fa_verify/diagnosis/independent.py`"),
-        ("subtle faults", len(SUBTLE), "`fa_verify/diagnosis/subtle.py`"),
+        ("faults on record", len(FAULTS), "`tests/mutation/catalogue/faults.py`"),
+        ("independent mutants", len(INDEPENDENT), "`tests/mutation/catalogue/independent.py`"),
+        ("subtle faults", len(SUBTLE), "`tests/mutation/catalogue/subtle.py`"),
         ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness/mutants.py`"),
     )
     return markdown(("mutants", "number", "file"), rows)

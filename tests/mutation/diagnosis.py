@@ -32,16 +32,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.table import markdown
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Mutant
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.mutant import Mutant
+from tests.mutation.catalogue.named_faults import RECORDED
+from tests.mutation.catalogue.operators import mechanical
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.named_faults import RECORDED
-from tests.mutation.mutants.operators import mechanical
 
 if TYPE_CHECKING:
     from fa_verify.properties.execution.trial import PlannedRun

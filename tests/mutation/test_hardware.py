@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.mutation.mutants.hardware import HARDWARE
+from tests.mutation.catalogue.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def test_a_mutant_is_noticed_on_hardware(pytestconfig, name):
     if not pytestconfig.getoption("--mutation"):
         pytest.skip("--mutation runs it, on a GPU")
     assert torch.cuda.is_available(), "--mutation needs a GPU; make mutation runs without one"
-    command = [sys.executable, "-m", "tests.mutation.mutants.hardware", name]
+    command = [sys.executable, "-m", "tests.mutation.catalogue.hardware", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     survived = done.returncode == 0 and '"kills": []' in done.stdout
     assert not survived, f"{name}\n{done.stdout}{done.stderr}"

@@ -21,7 +21,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects import ours
-from fa_verify.subjects.emulation import emulate
+from tests.altered.emulation import emulate
 from tests.snapshots.calls import Inputs, answer
 from tests.snapshots.problems import cases
 

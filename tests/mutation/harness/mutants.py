@@ -7,7 +7,7 @@ have to kill each mutant, the quickest first.
 
 from __future__ import annotations
 
-from fa_verify.diagnosis.mutant import Mutant, faults_of
+from tests.mutation.catalogue.mutant import Mutant, faults_of
 
 __all__ = ["HARNESS"]
 

@@ -11,9 +11,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fa_verify.diagnosis.mutant import Mutant
+from tests.mutation.catalogue.mutant import Mutant
+from tests.mutation.catalogue.operators import mechanical
 from tests.mutation.harness.operators import HARNESS_OPERATORS
-from tests.mutation.mutants.operators import mechanical
 
 __all__ = ["FOLDERS", "TESTS", "rate_interval", "sample"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from fa_verify.diagnosis.mutant import Kill
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.calls.ring import RingProblem
@@ -15,6 +14,7 @@ from fa_verify.properties.checks.claims import Check, checks_of
 from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
+from tests.mutation.catalogue.mutant import Kill
 
 __all__ = ["FILES", "kills_by_merging", "kills_of_call"]
 

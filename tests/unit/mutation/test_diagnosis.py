@@ -6,12 +6,12 @@ import tomllib
 
 import pytest
 
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.named.entries import DICTIONARY
-from fa_verify.diagnosis.subtle import SUBTLE
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.named_faults import RECORDED
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.diagnosis import ACCEPTED, LISTS, Outcome, drawn, judged, table
-from tests.mutation.mutants.named_faults import RECORDED
 from tests.unit.properties.checks.test_minimal_problems import BROKEN
 from tests.unit.properties.search.test_causes import PLANTED
 

@@ -16,8 +16,8 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.subject import Subject
-from fa_verify.subjects.emulation import emulate
 from fa_verify.subjects.ours import flash_attention
+from tests.altered.emulation import emulate
 
 SUBJECT = Subject.of(flash_attention, "ours")
 CONFIGS = (

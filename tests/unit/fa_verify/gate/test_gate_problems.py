@@ -106,7 +106,7 @@ def entries_of(subject: Subject, device: str) -> tuple[Entry, ...]:
 
 
 def test_the_gate_finds_a_delta_of_rounded_products(ours, device, tmp_path):
-    coarser = load("fa_verify.subjects.worse:rounded_products")
+    coarser = load("tests.altered.worse:rounded_products")
     path = tmp_path / "base.json"
     Baseline("ours", Environment("here", "1", "2"), entries_of(ours, device)).write(path)
     then = Baseline.read(path)

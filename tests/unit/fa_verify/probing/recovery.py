@@ -22,8 +22,8 @@ from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 
 OTHERS = {
     "sdpa-math": "fa_verify.subjects.sdpa:math",
-    "rounded_products": "fa_verify.subjects.worse:rounded_products",
-    "order_0 (Hopper, emulated)": "fa_verify.subjects.emulated:order_0",
+    "rounded_products": "tests.altered.worse:rounded_products",
+    "order_0 (Hopper, emulated)": "tests.altered.emulated:order_0",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fa_verify.diagnosis.mutant import Mutant, Verdict
+from tests.mutation.catalogue.mutant import Mutant, Verdict
 
 if TYPE_CHECKING:
     from fa_verify.forks import Ended

@@ -5,7 +5,7 @@ Statistics of errors and closed forms detect them.
 
 from __future__ import annotations
 
-from fa_verify.diagnosis.mutant import Edit, Mutant
+from tests.mutation.catalogue.mutant import Edit, Mutant
 
 __all__ = ["SUBTLE"]
 

@@ -1,4 +1,4 @@
-"""The project's Hopper kernels on a CPU: ``--fa-kernel=fa_verify.subjects.emulated:order_0``.
+"""The project's Hopper kernels on a CPU: ``--fa-kernel=tests.altered.emulated:order_0``.
 
 The number is the seed of the order of events. ``order_0_float64`` accumulates in float64, and its
 kernels take float64 inputs only. Calls that the kernels do not take run on the portable ones, in
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
 from fa_verify.subjects import ours
-from fa_verify.subjects.emulation import PROCESSORS, emulate
+from tests.altered.emulation import PROCESSORS, emulate
+from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
 
 __all__ = ["spec_of_order"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from fa_verify.diagnosis.mutant import Edit, Mutant
+from tests.mutation.catalogue.mutant import Edit, Mutant
 
 __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "draw", "mechanical"]
 

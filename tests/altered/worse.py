@@ -1,6 +1,6 @@
 """Degraded copies of the project's kernels, within every bound, which the gate must detect.
 
-``--fa-kernel=fa_verify.subjects.worse:rounded_products`` has slightly larger errors; ``:delayed``
+``--fa-kernel=tests.altered.worse:rounded_products`` has slightly larger errors; ``:delayed``
 takes 10 % longer.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
-from fa_verify.diagnosis.mutant import mutated
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.subjects import ours
+from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
+from tests.mutation.catalogue.mutant import mutated
+from tests.mutation.catalogue.subtle import SUBTLE
 
 __all__ = ["delayed", "rounded_products"]
 

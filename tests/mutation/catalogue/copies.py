@@ -12,7 +12,7 @@ from types import ModuleType
 __all__ = ["PACKAGE", "load", "sources_of"]
 
 PACKAGE = "fa_kernels"
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 
 
 def sources_of(*folders: str) -> dict[str, str]:

@@ -11,12 +11,12 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.mutant import Edit, Mutant
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.mutant import Edit, Mutant
 from tests.mutation.judging.trials import Step
 from tests.mutation.judging.verdict import asked, judged_kernels
 

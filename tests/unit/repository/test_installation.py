@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -79,6 +80,15 @@ def test_a_wheel_has_two_names_of_its_own(wheel):
     assert {"fa_verify/py.typed", "fa_kernels/py.typed"} <= held
     assert "fa_verify/oracles/bounds/error_model.py" in held
     assert "fa_verify/conformance/test_accuracy.py" in held
+
+
+def test_a_wheel_holds_no_edits_of_the_kernels(wheel):
+    """Mutants name the file that they edit."""
+    with zipfile.ZipFile(wheel) as archive:
+        suite = [x for x in archive.namelist() if re.fullmatch(r"fa_verify/.*\.(py|json)", x)]
+        wrong = [x for x in suite if "fa_kernels/" in archive.read(x).decode()]
+    assert "fa_verify/simulator/gluon/machine.py" in suite
+    assert wrong == []
 
 
 def test_modules_of_a_wheel_are_imported_once(wheel, tmp_path):

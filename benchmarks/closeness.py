@@ -31,9 +31,9 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.stream import normal, uniform
 from fa_verify.properties.checks import accuracy, backward
-from fa_verify.properties.execution.trial import plan_in_range
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.running.trial import plan_in_range
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.subjects import sdpa

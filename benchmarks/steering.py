@@ -33,7 +33,7 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
     from fa_verify.properties.checks import claims
-    from fa_verify.properties.execution.tally import Tally
+    from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
     from fa_verify.properties.subjects.loading import load
     from fa_verify.properties.subjects.supported import problems_of

@@ -97,7 +97,7 @@ def _assumed(kernel: str | None, of_pytest: Sequence[str], *, bits: bool) -> lis
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode not in (Status.HOLDS, Status.USAGE):
-            from fa_verify.properties.execution.watchdog import Record
+            from fa_verify.properties.running.watchdog import Record
 
             last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
             if done.returncode < 0:

@@ -9,7 +9,7 @@ import pytest
 
 from fa_verify.forks import in_forks
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.covering_caches import covering_caches
 from fa_verify.properties.subjects.covering_calls import CoveringCalls
 from fa_verify.properties.subjects.covering_merges import covering_merges

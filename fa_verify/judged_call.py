@@ -19,13 +19,13 @@ from fa_verify.properties.checks.backward import backward, forward_read
 from fa_verify.properties.checks.independence import Agreement, agreement, is_ordinary
 from fa_verify.properties.checks.statistics import bias, is_valid, rms
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     GradientRun,
     OutOfRangeError,
     plan_in_range,
 )
-from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
 from fa_verify.properties.subjects.subject import Subject
 

@@ -24,8 +24,8 @@ from fa_verify.properties.checks.claims import (
     standing_of,
 )
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, attack_one, draws
 from fa_verify.properties.subjects.declared_values import examples, not_drawn
 from fa_verify.properties.subjects.subject import Subject

@@ -16,14 +16,14 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.torch_reference import DenseMask
-from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.guard_bands import GuardBands
+from fa_verify.properties.running.trial import (
     ChangedInputError,
     SubjectError,
     WrongFormError,
     run_subject,
 )
-from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
 from fa_verify.properties.subjects.packing import OF_VARLEN
 from fa_verify.properties.subjects.subject import Subject

@@ -27,16 +27,16 @@ from fa_verify.breadth import choose_breadth
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.renamed import SPELLINGS
-from fa_verify.properties.execution import replay_line, workers
-from fa_verify.properties.execution.large_memory import (
+from fa_verify.properties.running import replay_line, workers
+from fa_verify.properties.running.large_memory import (
     large_memory,
     larger_than_the_machine,
     leaves_room,
     limit_memory,
     spare_memory,
 )
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.watchdog import Watchdog
 from fa_verify.pytest_plugin import profiles
 from fa_verify.pytest_plugin.causes.plugin import Causes
 from fa_verify.pytest_plugin.crash_reports import CrashReports

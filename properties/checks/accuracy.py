@@ -6,7 +6,7 @@ from fa_verify.oracles.guarantee import G1, G2, T3
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.properties.comparison.agreement import found_where, within
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial
+from fa_verify.properties.running.trial import AttentionTrial
 
 __all__ = ["accuracy", "finite", "logic"]
 

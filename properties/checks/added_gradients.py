@@ -18,13 +18,13 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
 from fa_verify.properties.checks.backward import OUTSIDE, forward_read
 from fa_verify.properties.comparison.compare import Finding, ratios
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.families import TORCH_DTYPES
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     GradientRun,
     OutOfRangeError,
     run_gradient,
 )
-from fa_verify.properties.inputs.families import TORCH_DTYPES
 
 __all__ = ["bias_gradient", "judge_bias_gradient", "judge_sink_gradient", "sink_gradient"]
 

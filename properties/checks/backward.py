@@ -9,8 +9,8 @@ from fa_verify.oracles.guarantee import BACKWARD
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.properties.comparison.agreement import within
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.ratios import are_finite
-from fa_verify.properties.execution.trial import AttentionTrial
+from fa_verify.properties.running.ratios import are_finite
+from fa_verify.properties.running.trial import AttentionTrial
 
 __all__ = [
     "OUTSIDE",

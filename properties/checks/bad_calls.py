@@ -13,14 +13,6 @@ import torch
 from fa_verify.oracles.guarantee import G14
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.large_memory import no_room
-from fa_verify.properties.execution.trial import (
-    AttentionTrial,
-    SubjectError,
-    Trial,
-    kept_settings,
-)
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bad_calls import (
     OF_ALL,
@@ -36,6 +28,14 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.caches import CacheTrial, run_cache
+from fa_verify.properties.running.guard_bands import GuardBands
+from fa_verify.properties.running.large_memory import no_room
+from fa_verify.properties.running.trial import (
+    AttentionTrial,
+    SubjectError,
+    Trial,
+    kept_settings,
+)
 from fa_verify.properties.subjects.refusals import CannotRunError, NoRoomError
 from fa_verify.properties.subjects.without_gpu import CANNOT_RUN, asks_for_a_gpu
 

@@ -22,9 +22,9 @@ from fa_verify.properties.checks.masking import extreme, partly_hidden, seen_by_
 from fa_verify.properties.checks.memory import FAR, arena_of
 from fa_verify.properties.comparison.agreement import exact, found_where, outside, same_or_inside
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.trial import run_kvcache
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
 from fa_verify.properties.kinds.caches import CacheTrial, Result, expected, run, run_cache
+from fa_verify.properties.running.trial import run_kvcache
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 

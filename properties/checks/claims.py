@@ -89,9 +89,9 @@ from fa_verify.properties.checks.streams import (
 )
 from fa_verify.properties.checks.ways import one_way
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError, Trial
 from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
+from fa_verify.properties.running.trial import SubjectError, Trial
 from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [

@@ -19,7 +19,6 @@ from fa_verify.oracles.problem import TENSORS, Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.families import (
     NO_ALIBI,
     NO_BIAS,
@@ -29,6 +28,7 @@ from fa_verify.properties.inputs.families import (
 )
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.trial import AttentionTrial, run_subject
 
 __all__ = ["counts", "doubled_values", "mask_read_back", "permuted", "unit_values"]
 

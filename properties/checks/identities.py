@@ -17,7 +17,7 @@ from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.guarantee import IDENTITIES
 from fa_verify.properties.checks.statistics import FEWEST, RARE, SLACK, is_valid, mean_square_limit
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial
+from fa_verify.properties.running.trial import AttentionTrial
 
 __all__ = ["identities"]
 

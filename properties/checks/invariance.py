@@ -16,10 +16,10 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import accuracy, logic
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, plan_run, run_subject
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, NO_SINKS
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.trial import AttentionTrial, SubjectError, plan_run, run_subject
 from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [

@@ -20,10 +20,10 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.backward import forward_read
 from fa_verify.properties.checks.independence import Agreement
 from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios
-from fa_verify.properties.execution.trial import AttentionTrial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
+from fa_verify.properties.running.trial import AttentionTrial
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [

@@ -10,9 +10,9 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.families import length_tensors
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import AttentionTrial, run_subject
 
 __all__ = [
     "dirty_padding", "empty_rows", "extreme", "hidden_positions", "partly_hidden", "seen_by_rows"

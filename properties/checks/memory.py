@@ -16,15 +16,15 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.comparison.agreement import agree, found_where
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.guard_bands import OTHER_FILL, GuardBands, Overrun, fill_of
-from fa_verify.properties.execution.large_memory import large_memory, spare_memory
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.guard_bands import OTHER_FILL, GuardBands, Overrun, fill_of
+from fa_verify.properties.running.large_memory import large_memory, spare_memory
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     SubjectError,
     run_gradients,
     run_subject,
 )
-from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.subjects.refusals import ExcludedCallError
 
 __all__ = [

@@ -17,7 +17,6 @@ from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.checks.memory import FAR, arena_of
 from fa_verify.properties.comparison.agreement import exact, outside, same_or_inside
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import Judged, Trial, run_states
 from fa_verify.properties.inputs.states import States, stored_states
 from fa_verify.properties.kinds.merges import (
     Convention,
@@ -26,6 +25,7 @@ from fa_verify.properties.kinds.merges import (
     run_merge,
     silent_part,
 )
+from fa_verify.properties.running.trial import Judged, Trial, run_states
 from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [

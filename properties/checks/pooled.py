@@ -18,9 +18,9 @@ from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
 from fa_verify.properties.checks.accuracy import LOGIC_SCORE, LOGIC_SHARE, LOGIC_UNDERFLOW
 from fa_verify.properties.checks.memory import reasons_of_nan
 from fa_verify.properties.comparison.compare import Finding, ratios, same_bits
-from fa_verify.properties.execution.guard_bands import OTHER_FILL, GuardBands
-from fa_verify.properties.execution.trial import AttentionTrial, run_pooled
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.guard_bands import OTHER_FILL, GuardBands
+from fa_verify.properties.running.trial import AttentionTrial, run_pooled
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [

@@ -16,7 +16,6 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding, same_bits
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.parts import (
     Part,
     chunks,
@@ -26,6 +25,7 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.running.trial import AttentionTrial, run_subject
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 

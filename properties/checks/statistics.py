@@ -16,10 +16,10 @@ from fa_verify.oracles.bounds.constants import constants
 from fa_verify.oracles.guarantee import BIAS, RMS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
+from fa_verify.properties.running.trial import AttentionTrial
 
 __all__ = [
     "FEWEST",

@@ -21,13 +21,13 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.comparison.agreement import agree
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     SubjectError,
     run_subject,
     run_trial,
 )
-from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 

@@ -18,8 +18,13 @@ from fa_verify.oracles.guarantee import G16, I6
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.comparison.agreement import same_or_inside
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.taking_turns import in_turns
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
+from fa_verify.properties.inputs.states import make_states
+from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kinds.caches import CacheTrial
+from fa_verify.properties.kinds.merges import Convention, MergeTrial
+from fa_verify.properties.running.taking_turns import in_turns
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     OpenCall,
     SubjectError,
@@ -29,11 +34,6 @@ from fa_verify.properties.execution.trial import (
     merge_call,
     running,
 )
-from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
-from fa_verify.properties.inputs.states import make_states
-from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.kinds.caches import CacheTrial
-from fa_verify.properties.kinds.merges import Convention, MergeTrial
 from fa_verify.properties.subjects.packing import with_kept_offsets
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.ways import OF_BACKWARD, OF_FORWARD, way_of, ways_of

@@ -9,7 +9,7 @@ import torch
 from fa_verify.oracles.guarantee import guarantee_of
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.properties.comparison.compare import Finding, largest_ratios, ratios, same_bits
-from fa_verify.properties.execution.trial import AttentionTrial, Judged, Trial
+from fa_verify.properties.running.trial import AttentionTrial, Judged, Trial
 
 __all__ = [
     "OF_KEYS", "OF_ROWS", "agree", "exact", "found_where", "outside", "same_or_inside", "within"

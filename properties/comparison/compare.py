@@ -12,9 +12,9 @@ import torch
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.heat_map import HeatMap
-from fa_verify.properties.execution.ratios import largest_ratios, ratios
-from fa_verify.properties.execution.replay_line import replay_line
-from fa_verify.properties.execution.trial import SubjectError
+from fa_verify.properties.running.ratios import largest_ratios, ratios
+from fa_verify.properties.running.replay_line import replay_line
+from fa_verify.properties.running.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TILES", "Finding", "Violation", "largest_ratios", "ratios", "same_bits"]

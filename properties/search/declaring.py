@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from fa_verify.oracles.call import Call
 from fa_verify.properties.checks.claims import Check
-from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature, is_soft
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
 from fa_verify.properties.subjects.subject import Subject

@@ -42,13 +42,13 @@ from fa_verify.properties.checks.claims import (
     standing_of,
 )
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.replay_line import COMMAND, replay_line
-from fa_verify.properties.execution.trial import SubjectError, run_subject
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
 from fa_verify.properties.kinds.features import of_sizes, resized, size_of
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.guard_bands import GuardBands
+from fa_verify.properties.running.replay_line import COMMAND, replay_line
+from fa_verify.properties.running.trial import SubjectError, run_subject
 from fa_verify.properties.search.causes import (
     RootCause,
     Store,

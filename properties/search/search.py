@@ -19,10 +19,10 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import Check, Claim, accuracy, standing_of
 from fa_verify.properties.checks.limits import judged_elements
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.large_memory import refusal_without_room
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, plan_run
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.large_memory import refusal_without_room
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import SubjectError, plan_run
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.subjects.refusals import (
     CannotRunError,

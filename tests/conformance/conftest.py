@@ -13,10 +13,10 @@ from fa_verify.breadth import breadth_of
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import Check, Claim, Drawn
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.problems.batched import batched_problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.watchdog import Watchdog
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.search.sizing import sized
 from fa_verify.properties.subjects.narrowing import narrowed

@@ -45,8 +45,8 @@ def main(kernel: str, *texts: str) -> None:
     from fa_verify.forks import in_forks
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.problem import Problem
-    from fa_verify.properties.execution.trial import run_subject
     from fa_verify.properties.inputs.tensors import make
+    from fa_verify.properties.running.trial import run_subject
     from fa_verify.properties.subjects.loading import load
     from fa_verify.registry import spec_of
 

@@ -23,8 +23,8 @@ from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.statistics import rms
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.running.trial import AttentionTrial, run_subject
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["findings_in_rows", "sampled"]

@@ -15,8 +15,8 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.large_memory import refusal_without_room
 from fa_verify.properties.inputs.families import DOUT, INPUTS
+from fa_verify.properties.running.large_memory import refusal_without_room
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.shards import shared_kernels

@@ -20,8 +20,8 @@ from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.invariance import OTHER_DTYPE, neighbours, one_change_each
 from fa_verify.properties.comparison.agreement import agree
-from fa_verify.properties.execution.replay_line import replay_line
-from fa_verify.properties.execution.trial import run_subject
+from fa_verify.properties.running.replay_line import replay_line
+from fa_verify.properties.running.trial import run_subject
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.session import OURS
 from fa_verify.shards import shards_of

@@ -29,7 +29,7 @@ from tests.mutation.judging.interpreting import interpret
 from tests.mutation.report import failed, summary, tables
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.running.trial import PlannedRun
     from tests.mutation.judging.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")

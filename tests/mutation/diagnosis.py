@@ -44,7 +44,7 @@ from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.running.trial import PlannedRun
     from fa_verify.properties.subjects.subject import Subject
     from tests.mutation.judging.trials import Step
 

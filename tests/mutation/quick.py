@@ -46,7 +46,7 @@ from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.running.trial import PlannedRun
     from tests.mutation.judging.trials import Step
 
 BATCH = 12

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Recording", "plain"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.pytest_plugin.findings.environment import slug
 from fa_verify.registry import NAMED
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.execution.coverage import possible_cells
-from fa_verify.properties.execution.replay_line import replay_line
-from fa_verify.properties.execution.tally import EDGES, Tally
+from fa_verify.properties.running.coverage import possible_cells
+from fa_verify.properties.running.replay_line import replay_line
+from fa_verify.properties.running.tally import EDGES, Tally
 from fa_verify.session import device_of, is_ours, is_whole, subject_of
 
 __all__ = ["VERSION", "record"]

@@ -17,7 +17,7 @@ import pytest
 
 from fa_verify.conformance_process import Status
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.pytest_plugin.report import content
 from fa_verify.pytest_plugin.report.page import page
 

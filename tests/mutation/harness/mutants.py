@@ -171,7 +171,7 @@ _CHECKS = (
         ("out below 1 is 1", "live & ~(out == 1)", "live & (out > 1)"),
     ),
     *faults_of(
-        "properties/execution/ratios.py",
+        "properties/running/ratios.py",
         "test_compare test_agreement",
         (
             "NaN is no error",
@@ -301,7 +301,7 @@ _CHECKS = (
 )
 _RUNS = (
     *faults_of(
-        "properties/execution/trial.py",
+        "properties/running/trial.py",
         "test_trial test_search test_guarantees",
         (
             "an infinite bound passes",
@@ -321,7 +321,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/execution/settings.py",
+        "properties/running/settings.py",
         "test_search",
         (
             "a changed setting stays",
@@ -466,7 +466,7 @@ _VERDICTS = (
         ),
     ),
     *faults_of(
-        "properties/execution/tally.py",
+        "properties/running/tally.py",
         "test_tally",
         (
             "problems that differ in the seed are one",

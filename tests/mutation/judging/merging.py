@@ -11,7 +11,7 @@ from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import Check, checks_of
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.mutation.catalogue.mutant import Kill

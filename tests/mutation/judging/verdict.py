@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
+from fa_verify.properties.running.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order

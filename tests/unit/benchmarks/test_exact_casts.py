@@ -11,8 +11,8 @@ from benchmarks.exact_casts import exact_casts, rounded_once
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import run_subject
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.fa_verify.probing.black_boxes import kernel
 

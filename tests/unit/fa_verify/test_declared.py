@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa_verify.properties.checks.claims import accuracy
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.loading import load
 from fa_verify.quick import entries_for

@@ -12,7 +12,7 @@ from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import sequence
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of

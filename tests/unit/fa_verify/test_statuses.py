@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fa_verify.conformance_process import Status
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.pytest_plugin.statuses import Counts, first_line
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ IMPORTED = {
     "raises_at_import": "raise KeyError('here')\n",
     "breaks_the_oracle": """
 from unittest.mock import Mock
-from fa_verify.properties.execution import trial
+from fa_verify.properties.running import trial
 from my import right as attention
 trial.torch_reference = Mock(attention=Mock(side_effect=NotImplementedError("no meta")))
 """,
@@ -121,7 +121,7 @@ def dropped(self, problem, claim):
 Runner._findings = dropped
 """,
     "drops_problems": """
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from my import right as attention
 Tally.judged = lambda *args: None
 """,

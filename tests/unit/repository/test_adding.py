@@ -21,11 +21,11 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs import families, sampling
 from fa_verify.properties.kinds import registry
 from fa_verify.properties.kinds.feature import phrase
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.causes import Known
 from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner

@@ -11,7 +11,7 @@ import pytest
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.masking import hidden_positions
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -23,7 +23,7 @@ ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "or
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
-        *("inputs", "problems", "subjects", "execution", "kinds", "comparison", "checks"),
+        *("inputs", "problems", "subjects", "running", "kinds", "comparison", "checks"),
         *("search", "regression"),
     )
 )
@@ -63,20 +63,20 @@ ARROWS = {
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),
     "properties/subjects": (*ORACLES, "properties/inputs", "properties/problems"),
-    "properties/execution": (*ORACLES, "properties/inputs", "properties/subjects"),
+    "properties/running": (*ORACLES, "properties/inputs", "properties/subjects"),
     # Kinds do not judge: they import no comparison and no check.
     "properties/kinds": (
         *ORACLES,
-        "properties/execution",
+        "properties/running",
         "properties/inputs",
         "properties/problems",
         "properties/subjects",
     ),
-    "properties/comparison": (*ORACLES, "properties/execution", "properties/subjects"),
+    "properties/comparison": (*ORACLES, "properties/running", "properties/subjects"),
     "properties/checks": (
         *ORACLES,
         "properties/comparison",
-        "properties/execution",
+        "properties/running",
         "properties/inputs",
         "properties/kinds",
         "properties/subjects",
@@ -86,7 +86,7 @@ ARROWS = {
         *ORACLES,
         "properties/checks",
         "properties/comparison",
-        "properties/execution",
+        "properties/running",
     ),
     "fa_verify/simulator": (),
     "fa_verify/simulator/interpreter": (),

@@ -16,8 +16,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[4]
 
 CONFTEST = """
 import pytest
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.findings.recording import Recording
@@ -45,7 +45,7 @@ import pytest
 import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.trial import SubjectError
+from fa_verify.properties.running.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 
 def test_holds():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject

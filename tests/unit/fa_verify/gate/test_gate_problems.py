@@ -9,10 +9,10 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, rms
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.loading import load
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.gate.comparison import combined, differences

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fa_verify.properties.execution.coverage import COLUMNS
+from fa_verify.properties.running.coverage import COLUMNS
 from fa_verify.pytest_plugin.report import content, pictures
 from fa_verify.pytest_plugin.report.page import page
 from tests.unit.fa_verify.gate.test_gate import runs

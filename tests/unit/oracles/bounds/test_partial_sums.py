@@ -15,9 +15,9 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import mean_squares
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.kinds.feature import Feature
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject

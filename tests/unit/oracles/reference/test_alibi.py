@@ -19,10 +19,10 @@ from fa_verify.oracles.reference.score_mods import Additions
 from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within

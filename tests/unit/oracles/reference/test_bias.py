@@ -23,12 +23,12 @@ from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within

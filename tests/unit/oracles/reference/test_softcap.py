@@ -24,11 +24,11 @@ from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.identities import identities
 from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import SubjectError
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.trial import SubjectError
 
 __all__ = ["found_on"]
 

@@ -12,7 +12,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import accuracy, backward, checks_of
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
 

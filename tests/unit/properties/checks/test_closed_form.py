@@ -19,7 +19,7 @@ from fa_verify.properties.checks.closed_form import (
     permuted,
     unit_values,
 )
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 
 LENGTHS = Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9))

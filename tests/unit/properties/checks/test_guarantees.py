@@ -11,7 +11,7 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

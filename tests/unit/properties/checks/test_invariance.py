@@ -13,8 +13,8 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims, invariance
 from fa_verify.properties.checks.invariance import neighbours, one_change_each
-from fa_verify.properties.execution.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.trial import SubjectError, run_subject, run_trial
 from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager

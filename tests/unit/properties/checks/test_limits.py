@@ -20,7 +20,7 @@ from fa_verify.properties.checks.limits import (
     spreads_of,
 )
 from fa_verify.properties.checks.statistics import bias, rms
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
 

@@ -14,8 +14,8 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import masking
 from fa_verify.properties.checks.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.comparison.agreement import OF_ROWS
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject, run_trial
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import AttentionTrial, run_subject, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -13,9 +13,9 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.checks import claims, memory
-from fa_verify.properties.execution import large_memory
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running import large_memory
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -10,7 +10,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of

@@ -15,7 +15,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import pooled_probabilities
 from fa_verify.properties.checks import pooled
 from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

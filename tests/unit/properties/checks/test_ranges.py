@@ -10,7 +10,7 @@ from hypothesis import find
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.supported import problems_of
 

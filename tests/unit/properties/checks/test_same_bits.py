@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.same_bits import CHECKS, difference
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 TILE = 4

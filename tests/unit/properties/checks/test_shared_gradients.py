@@ -9,7 +9,7 @@ import torch
 
 from fa_verify.conformance import test_combinations as combinations
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import search
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.covering_problems import covering_problems

@@ -15,8 +15,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import bias, is_valid, mean_square_limit, rms
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.emulated_kernel import CASTS, Case, Emulated

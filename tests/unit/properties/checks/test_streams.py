@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import streams
 from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

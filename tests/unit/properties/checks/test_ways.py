@@ -22,7 +22,7 @@ from fa_verify.properties.checks.claims import checks_of
 from fa_verify.properties.checks.invariance import layout, repeatable, state
 from fa_verify.properties.checks.memory import full_overwrite
 from fa_verify.properties.checks.ways import one_way
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.ways import OF_BACKWARD, OF_FORWARD
 from tests.unit.properties.checks.calls import found_on

@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.comparison.agreement import OF_KEYS, OF_ROWS, agree, exact, within
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

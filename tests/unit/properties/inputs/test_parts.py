@@ -16,7 +16,6 @@ from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.comparison.compare import ratios, same_bits
-from fa_verify.properties.execution.trial import plan_run
 from fa_verify.properties.inputs.parts import (
     chunks,
     entries_apart,
@@ -25,6 +24,7 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import plan_run
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -11,9 +11,9 @@ from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.properties.checks.claims import standing_of
-from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.kinds.registry import KINDS, kind_of, kinds_of
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.causes import described, difference
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner

@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.caches import page_sizes
 from fa_verify.properties.checks.claims import standing_of
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import failure, minimize
 from fa_verify.properties.search.causes import Known, RootCause, described
 from fa_verify.properties.search.failure import Failure

@@ -11,8 +11,8 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.statistics import mean_squares
 from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.trial import run_trial
 from fa_verify.properties.regression.measurement import measured
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.sdpa import math as math_attention
 from tests.unit.properties.subjects.broken_subjects import Eager

@@ -18,8 +18,8 @@ from fa_verify.properties.checks import claims
 from fa_verify.properties.checks.accuracy import accuracy
 from fa_verify.properties.checks.invariance import sequence
 from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
 from fa_verify.properties.kinds.feature import Feature, sharpest
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import declaring
 from fa_verify.properties.search import failure as failure_module
 from fa_verify.properties.search.causes import Known, RootCause, described, difference

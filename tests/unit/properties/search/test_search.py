@@ -22,8 +22,8 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks import claims
 from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.search import minimize, search
 from fa_verify.properties.search.search import Runner, attack
 from fa_verify.properties.subjects.subject import Subject

@@ -10,7 +10,7 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.search.sizing import sized
 from fa_verify.properties.subjects.subject import Subject

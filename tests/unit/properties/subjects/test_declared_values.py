@@ -8,7 +8,7 @@ from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.declared_values import (
     Value,

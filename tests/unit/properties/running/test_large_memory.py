@@ -10,8 +10,9 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.checks.claims import accuracy
-from fa_verify.properties.execution import large_memory as module
-from fa_verify.properties.execution.large_memory import (
+from fa_verify.properties.kinds.registry import KINDS
+from fa_verify.properties.running import large_memory as module
+from fa_verify.properties.running.large_memory import (
     free_memory,
     large_memory,
     leaves_room,
@@ -19,9 +20,8 @@ from fa_verify.properties.execution.large_memory import (
     no_room,
     refusal_without_room,
 )
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
-from fa_verify.properties.kinds.registry import KINDS
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.workers import GPUS_OF_THE_RUN
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject
 

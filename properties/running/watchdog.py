@@ -31,8 +31,8 @@ from types import FrameType
 from typing import Any
 
 from fa_verify.oracles.call import Call
-from fa_verify.properties.execution.replay_line import replay_line
-from fa_verify.properties.execution.workers import sharing
+from fa_verify.properties.running.replay_line import replay_line
+from fa_verify.properties.running.workers import sharing
 
 __all__ = ["EXIT_CUDA_ERROR", "EXIT_HANG", "Record", "Watchdog", "sticky_cuda_error"]
 

@@ -17,8 +17,8 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution import watchdog as watchdog_module
-from fa_verify.properties.execution.watchdog import (
+from fa_verify.properties.running import watchdog as watchdog_module
+from fa_verify.properties.running.watchdog import (
     COMPILATION,
     COMPILERS,
     EXIT_CUDA_ERROR,
@@ -28,7 +28,7 @@ from fa_verify.properties.execution.watchdog import (
     Watchdog,
     sticky_cuda_error,
 )
-from fa_verify.properties.execution.workers import GPUS_OF_THE_RUN
+from fa_verify.properties.running.workers import GPUS_OF_THE_RUN
 
 ROOT = Path(__file__).parents[4]
 PROBLEM = Problem(M=65, N=63, mask=Mask(causal=True), inputs="needle", seed=7)
@@ -263,7 +263,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.running.watchdog import Watchdog
 
 @triton.jit
 def kernel(pointer):
@@ -406,7 +406,7 @@ def test_no_context_is_lost_without_torch(monkeypatch):
 HOLDS_THE_LOCK = """
 import itertools, sys
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution import watchdog
+from fa_verify.properties.running import watchdog
 watchdog.GRACE = 0.5
 with watchdog.Watchdog(sys.argv[1], seconds=0.5).watching(Problem()):
     sum(itertools.repeat(0))

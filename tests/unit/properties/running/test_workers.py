@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.properties.execution import workers
-from fa_verify.properties.execution.workers import (
+from fa_verify.properties.running import workers
+from fa_verify.properties.running.workers import (
     auto_workers,
     keep_to_one_thread,
     num_workers,
@@ -204,7 +204,7 @@ def test_xdists_own_variable_goes_first(machine):
 
 
 def test_choosing_a_gpu_does_not_import_torch():
-    code = "import sys, fa_verify.properties.execution.workers; sys.exit('torch' in sys.modules)"
+    code = "import sys, fa_verify.properties.running.workers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

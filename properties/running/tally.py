@@ -10,7 +10,7 @@ from typing import Any
 
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import OUTPUTS
-from fa_verify.properties.execution.coverage import (
+from fa_verify.properties.running.coverage import (
     COLUMNS,
     Cell,
     cells_of,

@@ -13,8 +13,8 @@ import torch
 from fa_verify import simulator
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, plan_run, run_subject, run_trial
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.running.trial import SubjectError, plan_run, run_subject, run_trial
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -11,7 +11,7 @@ from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.execution.guard_bands import GuardBands
+from fa_verify.properties.running.guard_bands import GuardBands
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

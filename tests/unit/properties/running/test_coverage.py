@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.coverage import (
+from fa_verify.properties.running.coverage import (
     COLUMNS,
     Cell,
     cells_of,
@@ -15,7 +15,7 @@ from fa_verify.properties.execution.coverage import (
     describe_empty,
     possible_cells,
 )
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -11,7 +11,7 @@ import execnet
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import EDGES, Tally
+from fa_verify.properties.running.tally import EDGES, Tally
 from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.subjects.broken_subjects import Eager
 

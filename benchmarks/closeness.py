@@ -30,7 +30,7 @@ from fa_verify.oracles.bounds.replay import power_of_two
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.stream import normal, uniform
-from fa_verify.properties.checks import accuracy, backward
+from fa_verify.properties.guarantees import accuracy, backward
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.running.trial import plan_in_range

@@ -30,9 +30,9 @@ from hypothesis import strategies as st
 
 from benchmarks.saving import saved
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, checks_of, standing_of
-from fa_verify.properties.checks.limits import FAMILIES, judged_elements
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.claims import Check, checks_of, standing_of
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.guarantees.limits import FAMILIES, judged_elements
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.search import draws

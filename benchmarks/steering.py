@@ -32,7 +32,7 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
 
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
-    from fa_verify.properties.checks import claims
+    from fa_verify.properties.guarantees import claims
     from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
     from fa_verify.properties.subjects.loading import load

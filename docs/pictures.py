@@ -67,7 +67,7 @@ def _as_subject(attention: Any) -> Any:
 
 def _ratios(attention: Any) -> Any:
     from fa_verify.oracles.problem import Problem
-    from fa_verify.properties.comparison.compare import ratios
+    from fa_verify.properties.guarantees.compare import ratios
     from fa_verify.properties.running.trial import run_trial
     from fa_verify.properties.subjects.subject import Subject
 

@@ -422,7 +422,7 @@ def _named_by_kind(claims: Iterable[Any]) -> str:
 def _guarantees() -> list[str]:
     """A line for each guarantee: its statement, and the checks and tests that ask for it."""
     from fa_verify.oracles.guarantee import GUARANTEES
-    from fa_verify.properties.checks.claims import CLAIMS
+    from fa_verify.properties.guarantees.claims import CLAIMS
 
     rows, marked = [], _marked()
     for key, guarantee in GUARANTEES.items():

@@ -12,7 +12,7 @@ from fa_verify.oracles.masks.mask import Mask, shown
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.running.trial import OutOfRangeError

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.guarantee import EXCEPTION, FORM, G1, INPUTS, T3, guarantee_of, named
 from fa_verify.oracles.renamed import SPELLINGS
-from fa_verify.properties.checks.claims import (
+from fa_verify.properties.guarantees.claims import (
     CLAIMS,
     Claim,
     accuracy_of_all,
     in_turn,
     standing_of,
 )
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, attack_one, draws

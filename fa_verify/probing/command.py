@@ -26,7 +26,7 @@ from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import BITS, RAISES, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
-from fa_verify.properties.checks.caches import OTHER_CALLS
+from fa_verify.properties.guarantees.caches import OTHER_CALLS
 from fa_verify.properties.running.watchdog import Watchdog
 from fa_verify.properties.subjects.declarations import narrowings
 from fa_verify.properties.subjects.loading import load

@@ -16,8 +16,8 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
-from fa_verify.properties.checks.caches import OTHER_CALLS
-from fa_verify.properties.checks.same_bits import difference, parts_of, subject_of
+from fa_verify.properties.guarantees.caches import OTHER_CALLS
+from fa_verify.properties.guarantees.same_bits import difference, parts_of, subject_of
 from fa_verify.properties.inputs.parts import Part, merged
 from fa_verify.properties.running.trial import SubjectError
 from fa_verify.properties.subjects.narrowing import narrowed

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fa_verify.oracles.guarantee import GUARANTEES
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.compare import Finding, Violation
 
 __all__ = ["Waiver", "Waivers", "named_in", "read"]
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from fa_verify.oracles.call import Call
-from fa_verify.properties.checks.claims import Check
+from fa_verify.properties.guarantees.claims import Check
 from fa_verify.properties.kinds.feature import Feature, is_soft
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner

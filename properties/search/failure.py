@@ -33,7 +33,7 @@ from fa_verify.oracles.guarantee import (
     guarantee_of,
 )
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
-from fa_verify.properties.checks.claims import (
+from fa_verify.properties.guarantees.claims import (
     CLAIMS,
     Check,
     accuracy,
@@ -41,7 +41,7 @@ from fa_verify.properties.checks.claims import (
     layout,
     standing_of,
 )
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
 from fa_verify.properties.kinds.features import of_sizes, resized, size_of

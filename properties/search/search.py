@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, Claim, accuracy, standing_of
-from fa_verify.properties.checks.limits import judged_elements
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.claims import Check, Claim, accuracy, standing_of
+from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.guarantees.limits import judged_elements
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.running.large_memory import refusal_without_room
 from fa_verify.properties.running.tally import Tally

@@ -16,7 +16,7 @@ from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.numpy_reference import Head, attend_head
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
 from tests.mutation.catalogue.mutant import Edit

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fa_verify.breadth import breadth_of
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, Claim, Drawn
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.claims import Check, Claim, Drawn
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.running.tally import Tally

@@ -9,9 +9,9 @@ import pytest
 
 from fa_verify.oracles.call import changed
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of, in_turn
-from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.claims import checks_of, in_turn
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.guarantees.same_bits import CHECKS as SAME_BITS
 from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.running.large_memory import larger_than_the_machine
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError

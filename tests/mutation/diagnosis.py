@@ -187,7 +187,7 @@ def _diagnosed(subject: Subject, problem: object) -> tuple[str, tuple[str, ...],
 def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
     """Yields the outcomes of the faults in plain PyTorch, with the problems of their tests."""
     from fa_verify.properties.subjects.subject import Subject
-    from tests.unit.properties.checks.test_minimal_problems import BROKEN
+    from tests.unit.properties.guarantees.test_minimal_problems import BROKEN
     from tests.unit.properties.search.test_causes import PLANTED, runner_of
     from tests.unit.properties.subjects.broken_subjects import Eager
 

@@ -21,7 +21,7 @@ import pytest
 from fa_verify.breadth import combinations_of
 from fa_verify.conformance_process import Status
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.failure import SECONDS as FAILURE_SECONDS
 from fa_verify.properties.search.failure import Beyond, Failure

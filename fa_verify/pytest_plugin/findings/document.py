@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fa_verify.oracles.guarantee import GUARANTEES
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 from fa_verify.pytest_plugin.findings.process import FINISHED
 from fa_verify.pytest_plugin.findings.unpromised import unpromised
 

@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.subjects.subject import Subject
 

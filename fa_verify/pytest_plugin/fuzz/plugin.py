@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.tally import Tally, ratio_text
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner

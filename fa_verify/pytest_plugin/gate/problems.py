@@ -9,7 +9,7 @@ from typing import Any
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, claims_of
+from fa_verify.properties.guarantees.claims import Check, claims_of
 from fa_verify.properties.regression.baseline import Entry
 from fa_verify.properties.subjects.narrowing import narrowed
 from fa_verify.properties.subjects.subject import Subject

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fa_verify.conformance_process import Status
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.tally import Tally
 from fa_verify.pytest_plugin.report import content
 from fa_verify.pytest_plugin.report.page import page

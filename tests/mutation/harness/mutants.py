@@ -146,7 +146,7 @@ _REFERENCES = (
 )
 _CHECKS = (
     *faults_of(
-        "properties/comparison/agreement.py",
+        "properties/guarantees/agreement.py",
         "test_agreement",
         (
             "a run is compared with itself",
@@ -160,12 +160,12 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/added_gradients.py",
+        "properties/guarantees/added_gradients.py",
         "test_bias",
         ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
     ),
     *faults_of(
-        "properties/checks/closed_form.py",
+        "properties/guarantees/closed_form.py",
         "test_closed_form",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("out below 1 is 1", "live & ~(out == 1)", "live & (out > 1)"),
@@ -192,12 +192,12 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/identities.py",
+        "properties/guarantees/identities.py",
         "test_identities",
         ("no sum alone is too large", "most * identity.spread", "64 * most * identity.spread"),
     ),
     *faults_of(
-        "properties/checks/invariance.py",
+        "properties/guarantees/invariance.py",
         "test_invariance test_guarantees",
         (
             "a dout of ones is held to another's bound",
@@ -231,7 +231,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/masking.py",
+        "properties/guarantees/masking.py",
         "test_masking test_guarantees",
         (
             "dout of empty rows is 0",
@@ -246,7 +246,7 @@ _CHECKS = (
         ("the exponent of P is exact", "exponent_error=error.", "exponent_error=0 * error."),
     ),
     *faults_of(
-        "properties/checks/pooled.py",
+        "properties/guarantees/pooled.py",
         "test_pooled_checks",
         (
             "another run is the first",
@@ -260,7 +260,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/limits.py",
+        "properties/guarantees/limits.py",
         "test_limits",
         (
             "sums are not weighted",
@@ -289,7 +289,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/statistics.py",
+        "properties/guarantees/statistics.py",
         "test_statistics",
         (
             "a row is its first column",

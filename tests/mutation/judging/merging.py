@@ -10,7 +10,7 @@ from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, checks_of
+from fa_verify.properties.guarantees.claims import Check, checks_of
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.subject import Subject

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.running.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError

@@ -17,10 +17,10 @@ import fa_kernels
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import caches
+from fa_verify.properties.guarantees import caches
 from fa_verify.properties.subjects.loading import load
 from fa_verify.registry import NAMED
-from tests.unit.properties.checks.calls import found_on
+from tests.unit.properties.guarantees.calls import found_on
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa_verify.properties.checks.claims import accuracy
+from fa_verify.properties.guarantees.claims import accuracy
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.subjects.loading import load

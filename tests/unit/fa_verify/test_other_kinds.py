@@ -10,8 +10,8 @@ import pytest
 
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import sequence
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.claims import sequence
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, draws
 from fa_verify.properties.subjects.subject import Subject

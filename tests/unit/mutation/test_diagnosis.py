@@ -12,7 +12,7 @@ from tests.mutation.catalogue.independent import INDEPENDENT
 from tests.mutation.catalogue.named_faults import RECORDED
 from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.diagnosis import ACCEPTED, LISTS, Outcome, drawn, judged, table
-from tests.unit.properties.checks.test_minimal_problems import BROKEN
+from tests.unit.properties.guarantees.test_minimal_problems import BROKEN
 from tests.unit.properties.search.test_causes import PLANTED
 
 LISTED = tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))

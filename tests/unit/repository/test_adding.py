@@ -19,8 +19,8 @@ from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls import codec
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
 from fa_verify.properties.inputs import families, sampling
 from fa_verify.properties.kinds import registry
 from fa_verify.properties.kinds.feature import phrase

@@ -30,7 +30,7 @@ from fa_verify import attention_kernel
 from fa_verify.__main__ import parsed
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 ROOT = Path(__file__).parents[3]

@@ -23,8 +23,8 @@ ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "or
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
-        *("inputs", "problems", "subjects", "running", "kinds", "comparison", "checks"),
-        *("search", "regression"),
+        *("inputs", "problems", "subjects", "running", "kinds", "guarantees", "search"),
+        "regression",
     )
 )
 PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
@@ -64,7 +64,7 @@ ARROWS = {
     "properties/problems": (*ORACLES, "properties/inputs"),
     "properties/subjects": (*ORACLES, "properties/inputs", "properties/problems"),
     "properties/running": (*ORACLES, "properties/inputs", "properties/subjects"),
-    # Kinds do not judge: they import no comparison and no check.
+    # Kinds do not judge: they import no check.
     "properties/kinds": (
         *ORACLES,
         "properties/running",
@@ -72,10 +72,8 @@ ARROWS = {
         "properties/problems",
         "properties/subjects",
     ),
-    "properties/comparison": (*ORACLES, "properties/running", "properties/subjects"),
-    "properties/checks": (
+    "properties/guarantees": (
         *ORACLES,
-        "properties/comparison",
         "properties/running",
         "properties/inputs",
         "properties/kinds",
@@ -84,8 +82,7 @@ ARROWS = {
     "properties/search": (*ORACLES, *PROPERTIES),
     "properties/regression": (
         *ORACLES,
-        "properties/checks",
-        "properties/comparison",
+        "properties/guarantees",
         "properties/running",
     ),
     "fa_verify/simulator": (),

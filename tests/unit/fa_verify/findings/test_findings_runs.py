@@ -44,7 +44,7 @@ import os, signal
 import pytest
 import torch
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.trial import SubjectError
 from fa_verify.properties.subjects.subject import Subject
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner, attack, draws

@@ -8,7 +8,7 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.statistics import bias, is_valid, rms
+from fa_verify.properties.guarantees.statistics import bias, is_valid, rms
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fa_verify.oracles.problem import Problem  # noqa: E402
-from fa_verify.properties.checks.claims import accuracy  # noqa: E402
+from fa_verify.properties.guarantees.claims import accuracy  # noqa: E402
 from fa_verify.properties.running.tally import Tally  # noqa: E402
 from fa_verify.properties.search.search import Runner  # noqa: E402
 from fa_verify.properties.subjects.subject import Subject  # noqa: E402

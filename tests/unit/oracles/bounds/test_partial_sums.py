@@ -12,9 +12,9 @@ from fa_verify.oracles.bounds.in_numpy.bound import bound
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import mean_squares
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import mean_squares
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.running.trial import run_trial

@@ -16,9 +16,9 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.score_mods import Additions
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.statistics import is_valid
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.families import ALIBI, NO_ALIBI
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.strategies import problems

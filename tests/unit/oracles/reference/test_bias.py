@@ -18,11 +18,11 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.compare import ratios
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.bias_families import BIASES, NO_BIAS
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import batched_problems

@@ -20,10 +20,10 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.softcap import capped, slope
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import is_valid
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems

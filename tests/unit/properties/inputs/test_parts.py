@@ -15,7 +15,7 @@ from fa_verify.oracles.masks.tree import Tree
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.comparison.compare import ratios, same_bits
+from fa_verify.properties.guarantees.compare import ratios, same_bits
 from fa_verify.properties.inputs.parts import (
     chunks,
     entries_apart,

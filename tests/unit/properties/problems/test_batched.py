@@ -11,8 +11,8 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.inputs.families import DLSE, DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.problems.batched import LARGEST, batched_problems

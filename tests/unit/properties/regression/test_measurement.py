@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.statistics import mean_squares
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
+from fa_verify.properties.guarantees.statistics import mean_squares
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.subjects.subject import Subject

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import accuracy
+from fa_verify.properties.guarantees.claims import accuracy
 from fa_verify.properties.kinds.registry import KINDS
 from fa_verify.properties.running import large_memory as module
 from fa_verify.properties.running.large_memory import (

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fa_verify.conformance import test_quick as quick
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.invariance import sequence
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.guarantees.invariance import sequence
 from fa_verify.properties.kinds.feature import Feature, sharpest
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import declaring

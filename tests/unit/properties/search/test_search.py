@@ -20,8 +20,8 @@ from fa_verify.conformance.conftest import check_that_problems_were_judged
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Finding, Violation
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.search import minimize, search

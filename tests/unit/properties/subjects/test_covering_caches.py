@@ -12,8 +12,8 @@ from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.kinds.caches import CACHE
 from fa_verify.properties.subjects.covering_caches import covering_caches
 from fa_verify.properties.subjects.supported_caches import kernels_of
-from tests.unit.properties.checks.calls import found_on
-from tests.unit.properties.checks.test_cache_checks import CACHES, attend, of_pages, subject_of
+from tests.unit.properties.guarantees.calls import found_on
+from tests.unit.properties.guarantees.test_cache_checks import CACHES, attend, of_pages, subject_of
 
 
 def values(call):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fa_verify.oracles.calls.merge import LSE_FAMILIES, OUT_FAMILIES, STATE_LAYOUTS
-from fa_verify.properties.checks.merging import accuracy
+from fa_verify.properties.guarantees.merging import accuracy
 from fa_verify.properties.kinds.merges import MERGE
 from fa_verify.properties.subjects.covering_merges import covering_merges
 from fa_verify.properties.subjects.ways import way_of, ways_of
-from tests.unit.properties.checks.calls import found_on
-from tests.unit.properties.checks.test_merging_checks import subject, torch_merge
+from tests.unit.properties.guarantees.calls import found_on
+from tests.unit.properties.guarantees.test_merging_checks import subject, torch_merge
 
 
 def values(call):

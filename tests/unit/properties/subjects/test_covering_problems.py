@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.ways import one_way
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.ways import one_way
 from fa_verify.properties.subjects.covering_calls import combinations_line, named
 from fa_verify.properties.subjects.covering_problems import SharedKernel, covering_problems
 from fa_verify.properties.subjects.declarations import SCORE_MODS
 from fa_verify.properties.subjects.subject import Subject
 from fa_verify.properties.subjects.ways import way_of, ways_of
-from tests.unit.properties.checks.calls import found_on
+from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.subjects.test_supported import DECLARED, subject
 
 FURTHER = {

@@ -9,7 +9,7 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import BY_NAME
+from fa_verify.properties.guarantees.claims import BY_NAME
 from fa_verify.properties.subjects.fitting import fitted
 from fa_verify.quick import entries, entries_for
 from tests.unit.properties.subjects.test_supported import DECLARED, subject

@@ -33,8 +33,8 @@ from fa_verify.oracles.stream import normal, uniform
 from fa_verify.properties.guarantees import accuracy, backward
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import plan_in_range
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.subjects import sdpa
 

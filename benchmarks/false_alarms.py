@@ -33,14 +33,14 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import Check, checks_of, standing_of
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.guarantees.limits import FAMILIES, judged_elements
+from fa_verify.properties.kernels.covering_problems import covering_problems
+from fa_verify.properties.kernels.declarations import SCORE_MODS
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError, problems_of
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.search import draws
-from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.declarations import SCORE_MODS
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError, problems_of
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.registry import NAMED, spec_of
 from fa_verify.shards import Shard, shards_of, shared_kernels

@@ -36,11 +36,11 @@ from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.declarations import NUMERICS, WORDS
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_subject
 from fa_verify.properties.running.watchdog import Watchdog
-from fa_verify.properties.subjects.declarations import NUMERICS, WORDS
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.registry import NAMED
 
 __all__ = [

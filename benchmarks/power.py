@@ -34,9 +34,9 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import backward, limits
 from fa_verify.properties.guarantees.claims import Check, accuracy, checks_of
 from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = [

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.saving import saved
 from benchmarks.table import markdown
-from fa_verify.properties.subjects.subject import SAME_BITS
+from fa_verify.properties.kernels.subject import SAME_BITS
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = ["KERNELS", "answers", "cpu_flash", "main", "table"]

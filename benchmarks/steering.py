@@ -33,10 +33,10 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
     from fa_verify.properties.guarantees import claims
+    from fa_verify.properties.kernels.loading import load
+    from fa_verify.properties.kernels.supported import problems_of
     from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
-    from fa_verify.properties.subjects.loading import load
-    from fa_verify.properties.subjects.supported import problems_of
 
     subject = load("fa_verify.subjects.ours:flash_attention")
     strategy = problems_of(

@@ -68,8 +68,8 @@ def _as_subject(attention: Any) -> Any:
 def _ratios(attention: Any) -> Any:
     from fa_verify.oracles.problem import Problem
     from fa_verify.properties.guarantees.compare import ratios
+    from fa_verify.properties.kernels.subject import Subject
     from fa_verify.properties.running.trial import run_trial
-    from fa_verify.properties.subjects.subject import Subject
 
     trial = run_trial(Subject.of(attention, "attention"), Problem.from_json(PROBLEM))
     assert trial is not None
@@ -121,8 +121,8 @@ def bound_and_errors(path: Path) -> None:
     from matplotlib.figure import Figure
 
     from docs.worked_element import PROBLEM
+    from fa_verify.properties.kernels.subject import Subject
     from fa_verify.properties.running.trial import run_trial
-    from fa_verify.properties.subjects.subject import Subject
     from fa_verify.subjects import ours
 
     mpl.rcParams.update({"svg.hashsalt": "fa-verify", "svg.fonttype": "none"})

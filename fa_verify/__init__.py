@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fa_verify.attention_close import assert_attention_close
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.outputs import Numerics
-    from fa_verify.properties.subjects.attention_kernel import attention_kernel
+    from fa_verify.properties.kernels.attention_kernel import attention_kernel
     from fa_verify.verification import Report, verify
 
 __all__ = ["Mask", "Numerics", "Report", "assert_attention_close", "attention_kernel", "verify"]
@@ -28,7 +28,7 @@ _MODULES = {
     "Numerics": "fa_verify.oracles.outputs",
     "Report": "fa_verify.verification",
     "assert_attention_close": "fa_verify.attention_close",
-    "attention_kernel": "fa_verify.properties.subjects.attention_kernel",
+    "attention_kernel": "fa_verify.properties.kernels.attention_kernel",
     "verify": "fa_verify.verification",
 }
 

@@ -284,7 +284,7 @@ def _explain(file: str, mask: str | None) -> int:
 
     try:
         if mask is not None:
-            from fa_verify.properties.subjects.loading import load_mask
+            from fa_verify.properties.kernels.loading import load_mask
 
             load_mask(mask)
         assert_attention_close(**read(file), replay_folder=None)

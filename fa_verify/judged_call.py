@@ -20,14 +20,14 @@ from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.guarantees.independence import Agreement, agreement, is_ordinary
 from fa_verify.properties.guarantees.statistics import bias, is_valid, rms
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.declarations import NUMERICS_THAT_DIFFER
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import (
     AttentionTrial,
     GradientRun,
     OutOfRangeError,
     plan_in_range,
 )
-from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["CallReport", "JudgedCall", "declarations_that_pass", "judge_call"]
 

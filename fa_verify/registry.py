@@ -17,7 +17,7 @@ class Named:
     """A registered kernel.
 
     Args:
-        spec: ``package.module:name``, as ``fa_verify.properties.subjects.loading.load`` takes it.
+        spec: ``package.module:name``, as ``fa_verify.properties.kernels.loading.load`` takes it.
         about: A short description.
         packages: Import names of the packages that the kernel needs in addition to torch.
         capability: Lowest compute capability that the kernel supports; None if it also runs on a

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.properties.subjects.loading import load, load_mask
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.loading import load, load_mask
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.registry import NAMED, spec_of
 
 __all__ = [

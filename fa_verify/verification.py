@@ -24,13 +24,13 @@ from fa_verify.properties.guarantees.claims import (
     standing_of,
 )
 from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.kernels.declared_values import examples, not_drawn
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, attack_one, draws
-from fa_verify.properties.subjects.declared_values import examples, not_drawn
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.repaired_fork import REPAIR_FIRST, in_repaired_fork
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.simulator.interpreter.repair import is_needed

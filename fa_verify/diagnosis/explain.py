@@ -34,9 +34,9 @@ from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
 

@@ -27,10 +27,10 @@ from fa_verify.probing.probe import BITS, RAISES, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
 from fa_verify.properties.guarantees.caches import OTHER_CALLS
+from fa_verify.properties.kernels.declarations import narrowings
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.running.watchdog import Watchdog
-from fa_verify.properties.subjects.declarations import narrowings
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 from fa_verify.registry import NAMED, spec_of
 
 __all__ = ["run", "subject_and_device"]

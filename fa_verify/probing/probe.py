@@ -21,15 +21,15 @@ from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
-from fa_verify.properties.subjects.declarations import (
+from fa_verify.properties.kernels.declarations import (
     ASSUMED_CONVENTIONS,
     NARROWINGS,
     NUMERICS,
     WORDS,
     check_declarations,
 )
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject, score_mods_of
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject, score_mods_of
 
 __all__ = ["BITS", "RAISES", "TOPICS", "Probed", "probe", "refuted"]
 

@@ -19,9 +19,9 @@ from fa_verify.probing.trying import Tried, attempt
 from fa_verify.properties.guarantees.caches import OTHER_CALLS
 from fa_verify.properties.guarantees.same_bits import difference, parts_of, subject_of
 from fa_verify.properties.inputs.parts import Part, merged
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.running.trial import SubjectError
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 __all__ = ["same_bits_of"]

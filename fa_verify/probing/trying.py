@@ -17,6 +17,10 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.torch_reference import DenseMask
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.declarations import SCORE_MODS, declared_by
+from fa_verify.properties.kernels.packing import OF_VARLEN
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.tutorial_call import TutorialCall, takes
 from fa_verify.properties.running.guard_bands import GuardBands
 from fa_verify.properties.running.trial import (
     ChangedInputError,
@@ -24,10 +28,6 @@ from fa_verify.properties.running.trial import (
     WrongFormError,
     run_subject,
 )
-from fa_verify.properties.subjects.declarations import SCORE_MODS, declared_by
-from fa_verify.properties.subjects.packing import OF_VARLEN
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.tutorial_call import TutorialCall, takes
 
 __all__ = ["Tried", "attempt", "declares", "stripped", "watched"]
 

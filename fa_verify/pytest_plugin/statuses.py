@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fa_verify.conformance_process import Status
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
 from fa_verify.session import CONFORMANCE
 
 __all__ = ["Counts", "alike", "first_line", "gives_status", "plural"]

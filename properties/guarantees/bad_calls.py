@@ -27,6 +27,8 @@ from fa_verify.properties.inputs.caches import make_cache, shared_inputs
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.refusals import CannotRunError, NoRoomError
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN, asks_for_a_gpu
 from fa_verify.properties.kinds.caches import CacheTrial, run_cache
 from fa_verify.properties.running.guard_bands import GuardBands
 from fa_verify.properties.running.large_memory import no_room
@@ -36,8 +38,6 @@ from fa_verify.properties.running.trial import (
     Trial,
     kept_settings,
 )
-from fa_verify.properties.subjects.refusals import CannotRunError, NoRoomError
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN, asks_for_a_gpu
 
 __all__ = ["bad_calls", "bad_calls_of_caches"]
 

@@ -23,10 +23,10 @@ from fa_verify.properties.guarantees.compare import Finding, same_bits
 from fa_verify.properties.guarantees.masking import extreme, partly_hidden, seen_by_rows
 from fa_verify.properties.guarantees.memory import FAR, arena_of
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.kinds.caches import CacheTrial, Result, expected, run, run_cache
 from fa_verify.properties.running.trial import run_kvcache
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = [
     "OTHER_CALLS", "accuracy", "append", "decoding", "far_pages", "free_rows", "hidden_keys",

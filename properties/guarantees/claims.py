@@ -91,8 +91,8 @@ from fa_verify.properties.guarantees.streams import (
 from fa_verify.properties.guarantees.ways import one_way
 from fa_verify.properties.inputs.bias_families import grouped_biases
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.running.trial import SubjectError, Trial
-from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "BY_NAME", "CLAIMS", "Check", "Claim", "Drawn", "accuracy", "accuracy_of_all", "backward",

@@ -12,10 +12,10 @@ import torch
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.heat_map import HeatMap
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.ratios import largest_ratios, ratios
 from fa_verify.properties.running.replay_line import replay_line
 from fa_verify.properties.running.trial import SubjectError
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["TILES", "Finding", "Violation", "largest_ratios", "ratios", "same_bits"]
 

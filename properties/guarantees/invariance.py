@@ -19,8 +19,8 @@ from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_DLSE, NO_SINKS
 from fa_verify.properties.inputs.layouts import lay_out
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, plan_run, run_subject
-from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "OTHER_DTYPE",

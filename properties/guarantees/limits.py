@@ -23,8 +23,8 @@ from fa_verify.properties.guarantees.independence import Agreement
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
     "FAMILIES", "TILE", "applies", "judged_elements", "limits", "outside", "spreads_of",

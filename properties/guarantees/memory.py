@@ -17,6 +17,7 @@ from fa_verify.oracles.problem import TENSORS
 from fa_verify.properties.guarantees.agreement import agree, found_where
 from fa_verify.properties.guarantees.compare import Finding, same_bits
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.refusals import ExcludedCallError
 from fa_verify.properties.running.guard_bands import OTHER_FILL, GuardBands, Overrun, fill_of
 from fa_verify.properties.running.large_memory import large_memory, spare_memory
 from fa_verify.properties.running.trial import (
@@ -25,7 +26,6 @@ from fa_verify.properties.running.trial import (
     run_gradients,
     run_subject,
 )
-from fa_verify.properties.subjects.refusals import ExcludedCallError
 
 __all__ = [
     "FAR",

@@ -18,6 +18,7 @@ from fa_verify.properties.guarantees.agreement import exact, outside, same_or_in
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.guarantees.memory import FAR, arena_of
 from fa_verify.properties.inputs.states import States, stored_states
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.kinds.merges import (
     Convention,
     MergeTrial,
@@ -26,7 +27,6 @@ from fa_verify.properties.kinds.merges import (
     silent_part,
 )
 from fa_verify.properties.running.trial import Judged, Trial, run_states
-from fa_verify.properties.subjects.refusals import RefusedError
 
 __all__ = [
     "accuracy", "alone", "conventions", "far_apart", "grouping", "not_hidden", "of_a_ring",

@@ -19,9 +19,9 @@ from fa_verify.properties.guarantees.accuracy import LOGIC_SCORE, LOGIC_SHARE, L
 from fa_verify.properties.guarantees.compare import Finding, ratios, same_bits
 from fa_verify.properties.guarantees.memory import reasons_of_nan
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.guard_bands import OTHER_FILL, GuardBands
 from fa_verify.properties.running.trial import AttentionTrial, run_pooled
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
     "accuracy",

@@ -25,9 +25,9 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_subject
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 __all__ = ["CHECKS", "difference", "parts_of", "subject_of"]
 

@@ -22,14 +22,14 @@ from fa_verify.properties.guarantees.accuracy import accuracy
 from fa_verify.properties.guarantees.agreement import agree
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import (
     AttentionTrial,
     SubjectError,
     run_subject,
     run_trial,
 )
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = [
     "beside_other_kernels",

@@ -21,6 +21,9 @@ from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
 from fa_verify.properties.inputs.states import make_states
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.packing import with_kept_offsets
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.ways import OF_BACKWARD, OF_FORWARD, way_of, ways_of
 from fa_verify.properties.kinds.caches import CacheTrial
 from fa_verify.properties.kinds.merges import Convention, MergeTrial
 from fa_verify.properties.running.taking_turns import in_turns
@@ -34,9 +37,6 @@ from fa_verify.properties.running.trial import (
     merge_call,
     running,
 )
-from fa_verify.properties.subjects.packing import with_kept_offsets
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.ways import OF_BACKWARD, OF_FORWARD, way_of, ways_of
 
 __all__ = ["one_way"]
 

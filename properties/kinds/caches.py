@@ -25,6 +25,10 @@ from fa_verify.properties.inputs.caches import (
     shared_inputs,
 )
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.refusals import ExcludedCallError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kernels.supported_caches import cached, configs_of
 from fa_verify.properties.kinds import features as of_attention
 from fa_verify.properties.kinds import reductions as simpler
 from fa_verify.properties.kinds.feature import Feature
@@ -38,10 +42,6 @@ from fa_verify.properties.running.trial import (
     plan_run,
     run_kvcache,
 )
-from fa_verify.properties.subjects.refusals import ExcludedCallError
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.supported_caches import cached, configs_of
 
 __all__ = ["CACHE", "CacheTrial", "Result", "expected", "run_cache"]
 

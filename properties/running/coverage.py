@@ -13,8 +13,8 @@ from fa_verify.oracles.call import Call
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import DTYPES, Problem
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = [
     "COLUMNS", "Cell", "cells_of", "coverage_lines", "describe_empty", "label_of",

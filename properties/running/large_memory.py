@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from fa_verify.oracles.call import Call
+from fa_verify.properties.kernels.refusals import NoRoomError
 from fa_verify.properties.running.workers import GIB_PER_WORKER, sharing
-from fa_verify.properties.subjects.refusals import NoRoomError
 
 __all__ = [
     "free_memory",

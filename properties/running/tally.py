@@ -10,6 +10,8 @@ from typing import Any
 
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import OUTPUTS
+from fa_verify.properties.kernels.declared_values import Value, values_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.coverage import (
     COLUMNS,
     Cell,
@@ -18,8 +20,6 @@ from fa_verify.properties.running.coverage import (
     label_of,
     rows,
 )
-from fa_verify.properties.subjects.declared_values import Value, values_of
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["EDGES", "Tally", "ratio_text"]
 

@@ -29,13 +29,13 @@ from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.refusals import CannotRunError, NoRoomError, RefusedError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN, advice, asks_for_a_gpu
 from fa_verify.properties.running.guard_bands import GuardBands
 from fa_verify.properties.running.large_memory import no_room
 from fa_verify.properties.running.ratios import largest_ratios
 from fa_verify.properties.running.settings import changed_settings
-from fa_verify.properties.subjects.refusals import CannotRunError, NoRoomError, RefusedError
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN, advice, asks_for_a_gpu
 
 __all__ = [
     "AttentionTrial",

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 from fa_verify.oracles.call import Call
 from fa_verify.properties.guarantees.claims import Check
+from fa_verify.properties.kernels.declarations import NUMERICS_THAT_DIFFER
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature, is_soft
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.declarations import NUMERICS_THAT_DIFFER
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["declarations_that_fit"]
 

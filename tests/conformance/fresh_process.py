@@ -46,8 +46,8 @@ def main(kernel: str, *texts: str) -> None:
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.problem import Problem
     from fa_verify.properties.inputs.tensors import make
+    from fa_verify.properties.kernels.loading import load
     from fa_verify.properties.running.trial import run_subject
-    from fa_verify.properties.subjects.loading import load
     from fa_verify.registry import spec_of
 
     subject = load(spec_of(kernel))

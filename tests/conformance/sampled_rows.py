@@ -24,8 +24,8 @@ from fa_verify.properties.guarantees.accuracy import accuracy
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.guarantees.statistics import rms
 from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_subject
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["findings_in_rows", "sampled"]
 

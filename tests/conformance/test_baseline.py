@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.regression.measurement import measured
-from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.pytest_plugin.gate.problems import CHECKS
 
 

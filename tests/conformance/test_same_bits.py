@@ -11,7 +11,7 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.same_bits import CHECKS
-from fa_verify.properties.subjects.subject import SAME_BITS
+from fa_verify.properties.kernels.subject import SAME_BITS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 # Sizes at which schedulers of other kernels change: one row, few rows against long keys, many

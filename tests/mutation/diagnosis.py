@@ -44,8 +44,8 @@ from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
 
 if TYPE_CHECKING:
+    from fa_verify.properties.kernels.subject import Subject
     from fa_verify.properties.running.trial import PlannedRun
-    from fa_verify.properties.subjects.subject import Subject
     from tests.mutation.judging.trials import Step
 
 __all__ = ["ACCEPTED", "LISTS", "RESULTS", "Outcome", "judged", "table"]
@@ -186,10 +186,10 @@ def _diagnosed(subject: Subject, problem: object) -> tuple[str, tuple[str, ...],
 
 def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
     """Yields the outcomes of the faults in plain PyTorch, with the problems of their tests."""
-    from fa_verify.properties.subjects.subject import Subject
+    from fa_verify.properties.kernels.subject import Subject
     from tests.unit.properties.guarantees.test_minimal_problems import BROKEN
+    from tests.unit.properties.kernels.broken_subjects import Eager
     from tests.unit.properties.search.test_causes import PLANTED, runner_of
-    from tests.unit.properties.subjects.broken_subjects import Eager
 
     subjects = []
     for fault, _, drawn, problems in BROKEN.values():

@@ -192,7 +192,7 @@ def _choose(
 
 def _cost(step: Step, planned: PlannedRun) -> float:
     """The CPU time of a problem and its checks on the correct kernels."""
-    from fa_verify.properties.subjects.subject import Subject
+    from fa_verify.properties.kernels.subject import Subject
     from fa_verify.subjects.ours import flash_attention
     from tests.mutation.judging.trials import CHECKS
 

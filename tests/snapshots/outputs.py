@@ -19,7 +19,7 @@ from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.subjects import ours
 from tests.altered.emulation import emulate
 from tests.snapshots.calls import Inputs, answer

@@ -11,7 +11,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch.nn.functional import pad
 
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
 
 __all__ = ["decode", "prefill"]
 

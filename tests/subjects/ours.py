@@ -14,7 +14,7 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
-from fa_verify.properties.subjects.packing import Packing
+from fa_verify.properties.kernels.packing import Packing
 
 __all__ = ["adapted", "flash_attention"]
 

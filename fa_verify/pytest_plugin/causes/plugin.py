@@ -22,13 +22,13 @@ from fa_verify.breadth import combinations_of
 from fa_verify.conformance_process import Status
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.declared_values import not_drawn
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.failure import SECONDS as FAILURE_SECONDS
 from fa_verify.properties.search.failure import Beyond, Failure
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.declared_values import not_drawn
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.confirming import answers_of, confirmed
 from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared

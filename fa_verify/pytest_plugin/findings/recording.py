@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 
 from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.tally import Tally
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Recording", "plain"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fa_verify.properties.subjects.declarations import BITWISE
+from fa_verify.properties.kernels.declarations import BITWISE
 
 __all__ = ["unpromised"]
 

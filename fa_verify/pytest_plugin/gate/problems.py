@@ -10,9 +10,9 @@ from typing import Any
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import Check, claims_of
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.regression.baseline import Entry
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.shards import Shard, shards_of
 
 __all__ = ["CHECKS", "arithmetic_of", "chosen"]

@@ -9,9 +9,9 @@ import torch
 from fa_verify import timing
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.regression.baseline import digits
 from fa_verify.properties.regression.speed_ratio import shift_of
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["decoding", "timed"]
 

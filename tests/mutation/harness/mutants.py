@@ -335,7 +335,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/refusals.py",
+        "properties/kernels/refusals.py",
         "test_search",
         (
             "a call that a machine cannot run is an error",
@@ -344,7 +344,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/declared_values.py",
+        "properties/kernels/declared_values.py",
         "test_declared_values",
         (
             "a value that no call had is not named",
@@ -358,7 +358,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/subject.py",
+        "properties/kernels/subject.py",
         "test_subject",
         (
             "base 2 is converted in the dtype of lse",

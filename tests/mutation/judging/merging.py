@@ -11,9 +11,9 @@ from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import Check, checks_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 from tests.mutation.catalogue.mutant import Kill
 
 __all__ = ["FILES", "kills_by_merging", "kills_of_call"]

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import fa_kernels
 from fa_verify.conformance.test_state import calls_of
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_subject
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.shards import shards_of
 from fa_verify.subjects.ours import flash_attention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 pytest.importorskip("triton")

@@ -11,9 +11,9 @@ import pytest
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.masking import hidden_positions
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "failure-messages.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "or
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
-        *("inputs", "problems", "subjects", "running", "kinds", "guarantees", "search"),
+        *("inputs", "problems", "kernels", "running", "kinds", "guarantees", "search"),
         "regression",
     )
 )
@@ -62,22 +62,22 @@ ARROWS = {
     "properties": (),
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),
-    "properties/subjects": (*ORACLES, "properties/inputs", "properties/problems"),
-    "properties/running": (*ORACLES, "properties/inputs", "properties/subjects"),
+    "properties/kernels": (*ORACLES, "properties/inputs", "properties/problems"),
+    "properties/running": (*ORACLES, "properties/inputs", "properties/kernels"),
     # Kinds do not judge: they import no check.
     "properties/kinds": (
         *ORACLES,
         "properties/running",
         "properties/inputs",
         "properties/problems",
-        "properties/subjects",
+        "properties/kernels",
     ),
     "properties/guarantees": (
         *ORACLES,
         "properties/running",
         "properties/inputs",
         "properties/kinds",
-        "properties/subjects",
+        "properties/kernels",
     ),
     "properties/search": (*ORACLES, *PROPERTIES),
     "properties/regression": (

@@ -14,8 +14,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_subject
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.subjects.ours import flash_attention
 from tests.altered.emulation import emulate
 

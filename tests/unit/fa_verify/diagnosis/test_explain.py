@@ -17,9 +17,9 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 CAUSAL = Mask(causal=True)
 PADDED = Mask(causal=True, window_left=9, seqlens_q=(20, 11), seqlens_k=(18, 25))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.pytest_plugin.findings import __main__ as command
 from fa_verify.pytest_plugin.findings.collecting import collected, recorded
 from fa_verify.pytest_plugin.findings.document import document, verdict

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[4]
 CONFTEST = """
 import pytest
 from fa_verify.properties.running.tally import Tally
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.findings.recording import Recording
 
@@ -46,7 +46,7 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.trial import SubjectError
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 def test_holds():
     pass

@@ -9,16 +9,16 @@ import pytest
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.statistics import bias, is_valid, rms
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.gate.comparison import combined, differences
 from fa_verify.pytest_plugin.gate.problems import CHECKS, FEWEST, chosen
 from fa_verify.session import OURS
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 MASKS = {"full", "causal", "window", "causal+window", "padding", "causal+padding"}
 

@@ -15,9 +15,9 @@ from fa_verify.pytest_plugin import environment  # isort: skip  # before torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.probe import Probed, probe, refuted
-from fa_verify.properties.subjects.declarations import NUMERICS
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.declarations import NUMERICS
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
 from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 
 OTHERS = {

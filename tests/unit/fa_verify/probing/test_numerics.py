@@ -13,8 +13,8 @@ from fa_verify.probing.answers import Answer
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.probe import Probed, probe, refuted
 from fa_verify.probing.trying import stripped
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.subject import Subject
 from tests.unit.fa_verify.probing import recovery
 from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 

@@ -10,9 +10,9 @@ tl = pytest.importorskip("triton.language")
 
 from fa_verify.oracles.problem import Problem  # noqa: E402
 from fa_verify.properties.guarantees.claims import accuracy  # noqa: E402
+from fa_verify.properties.kernels.subject import Subject  # noqa: E402
 from fa_verify.properties.running.tally import Tally  # noqa: E402
 from fa_verify.properties.search.search import Runner  # noqa: E402
-from fa_verify.properties.subjects.subject import Subject  # noqa: E402
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa_verify.simulator.interpreter import repair as repaired
-from tests.unit.properties.subjects.test_without_gpu import no_gpu
+from tests.unit.properties.kernels.test_without_gpu import no_gpu
 
 __all__ = ["no_gpu"]
 

@@ -27,15 +27,15 @@ from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.families import SINKS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
+from tests.unit.properties.kernels.broken_subjects import Eager
 from tests.unit.properties.problems.sampling import drawn
-from tests.unit.properties.subjects.broken_subjects import Eager
 
 # Padding, rows without a visible key, and a head without a sink.
 ASKED = Problem(

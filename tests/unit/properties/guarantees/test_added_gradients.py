@@ -9,8 +9,8 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.added_gradients import bias_gradient, sink_gradient
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
 
 PROBLEM = Problem(B=2, H=2, Hk=2, M=5, N=7, D=4, Dv=4, dtype="fp32")
 

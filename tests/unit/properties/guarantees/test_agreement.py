@@ -13,9 +13,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.agreement import OF_KEYS, OF_ROWS, agree, exact, within
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PROBLEM = Problem(B=2, H=4, Hk=2, M=6, N=5, D=3, Dv=7, dtype="fp32", mask=Mask(causal=True))
 # The index of an element that is not 0 in any output.

@@ -12,9 +12,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import accuracy, backward, checks_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
+from tests.unit.properties.kernels.flash_attention_2 import FlashAttention2
 
 LONG = Problem(M=128, N=4096, D=64, Dv=64, dtype="bf16")
 LONGER = Problem(M=16, N=16_384, D=64, Dv=64, dtype="fp16")

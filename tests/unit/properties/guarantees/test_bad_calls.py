@@ -18,8 +18,8 @@ from fa_verify.properties.inputs.bad_calls import (
     OF_PACKED,
     OF_PADDED,
 )
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.registry import kind_of
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.verification import _asked
 from tests.unit.properties.guarantees.calls import found_on
 

@@ -14,11 +14,11 @@ from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import checks_of, claims_of
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kernels.supported_caches import cached, hidden_first, lengthened
 from fa_verify.properties.kinds.registry import KINDS
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.supported_caches import cached, hidden_first, lengthened
 from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.problems.sampling import drawn
 

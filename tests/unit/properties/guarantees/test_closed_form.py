@@ -19,8 +19,8 @@ from fa_verify.properties.guarantees.closed_form import (
     permuted,
     unit_values,
 )
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
 
 LENGTHS = Mask(causal=True, seqlens_q=(17, 20), seqlens_k=(13, 9))
 FEWER_PADS = replace(LENGTHS, seqlens_k=(13, 13))

@@ -11,9 +11,9 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.compare import Finding, largest_ratios, ratios, same_bits
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.ratios import are_finite
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 SUBJECT = Subject.of(Eager(), "eager")
 

@@ -11,9 +11,9 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import claims
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 CAUSAL = Problem(
     B=2,

@@ -13,11 +13,11 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import claims, invariance
 from fa_verify.properties.guarantees.invariance import neighbours, one_change_each
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.running.trial import SubjectError, run_subject, run_trial
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PROBLEM = Problem(
     B=2,

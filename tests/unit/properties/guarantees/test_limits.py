@@ -20,9 +20,9 @@ from fa_verify.properties.guarantees.limits import (
     spreads_of,
 )
 from fa_verify.properties.guarantees.statistics import bias, rms
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
+from tests.unit.properties.kernels.flash_attention_2 import FlashAttention2
 
 PROBLEM = Problem(M=192, N=160, D=64, Dv=64, dtype="bf16", seed=3)
 OTHERS = (accuracy, backward, rms, bias)

@@ -15,9 +15,9 @@ from fa_verify.properties.guarantees import masking
 from fa_verify.properties.guarantees.agreement import OF_ROWS
 from fa_verify.properties.guarantees.masking import dirty_padding, empty_rows, hidden_positions
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import AttentionTrial, run_subject, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 # Row 0 of entry 0 sees no key; rows 6 and 7 of entry 0 and key 4 of entry 1 are padding.
 PROBLEM = Problem(

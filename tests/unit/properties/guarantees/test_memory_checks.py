@@ -14,10 +14,10 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.guarantees import claims, memory
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running import large_memory
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 FAR = 2**31
 PROBLEM = Problem(B=2, H=4, Hk=2, M=20, N=13, D=5, Dv=3, dtype="fp64", mask=Mask(seqlens_k=(13, 9)))

@@ -22,9 +22,9 @@ from fa_verify.oracles.stream import normal, uniform
 from fa_verify.properties.guarantees.claims import checks_of
 from fa_verify.properties.inputs.states import make_states, stored_states
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.rings import part_problems
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
 from tests.unit.properties.guarantees.calls import found_on
 
 MERGES = checks_of(kind="merge")

@@ -10,11 +10,11 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import claims
 from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import problems_of
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import problems_of
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 # guarantee: (fault, check, problems to draw, the smallest problems that show the fault)
 BROKEN = {

@@ -15,9 +15,9 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.pooled import pooled_probabilities
 from fa_verify.properties.guarantees import pooled
 from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 # Blocks of 7 rows by 3 keys; grouped heads; padding; rows and keys that see only a part.
 PROBLEM = Problem(

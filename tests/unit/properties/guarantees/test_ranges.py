@@ -10,9 +10,9 @@ from hypothesis import find
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import problems_of
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import problems_of
 
 
 class SomeRows(torch.autograd.Function):

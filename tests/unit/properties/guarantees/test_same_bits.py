@@ -13,8 +13,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.same_bits import CHECKS, difference
+from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import SAME_BITS, Subject
 
 TILE = 4
 # Lengths off the borders of tiles; more keys than rows; groups of two query heads.

@@ -9,8 +9,8 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from fa_verify.properties.kernels.subject import Subject
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 SIZES = {"B": 2, "H": 4, "Hk": 2, "M": 70, "N": 60, "D": 8, "Dv": 8}
 MASKS = (

@@ -9,11 +9,11 @@ import torch
 
 from fa_verify.conformance import test_combinations as combinations
 from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.covering_problems import covering_problems
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import search
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.subject import Subject
 
 # By fault: the tensor, the axis of (B, H, M, N) along which it is shared, and the first place that
 # adds nothing to its gradient.

@@ -15,10 +15,10 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.statistics import bias, is_valid, mean_square_limit, rms
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.emulated_kernel import CASTS, Case, Emulated
 
 PROBLEM = Problem(H=4, Hk=2, M=96, N=128, D=32, Dv=24, dtype="bf16", seed=1)

@@ -13,9 +13,9 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import streams
 from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PROBLEM = Problem(M=5, N=7, dtype="fp64", seed=1)
 PREDICATE = Problem(M=5, N=7, dtype="fp64", mask=PrefixLM(prefix=2))

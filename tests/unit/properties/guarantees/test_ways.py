@@ -22,9 +22,9 @@ from fa_verify.properties.guarantees.claims import checks_of
 from fa_verify.properties.guarantees.invariance import layout, repeatable, state
 from fa_verify.properties.guarantees.memory import full_overwrite
 from fa_verify.properties.guarantees.ways import one_way
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.ways import OF_BACKWARD, OF_FORWARD
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.ways import OF_BACKWARD, OF_FORWARD
 from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.guarantees.test_cache_checks import ATTENTION, attend
 

@@ -24,9 +24,9 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import plan_run
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 SUBJECT = dataclasses.replace(Subject.of(Eager(), "eager"), lse_grad=True)
 CAUSAL = Problem(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.coverage import (
     COLUMNS,
     Cell,
@@ -16,8 +17,7 @@ from fa_verify.properties.running.coverage import (
     possible_cells,
 )
 from fa_verify.properties.running.tally import Tally
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 GOOD = Problem(M=3, N=4, dtype="fp16")
 

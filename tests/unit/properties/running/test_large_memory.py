@@ -10,6 +10,7 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import accuracy
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.registry import KINDS
 from fa_verify.properties.running import large_memory as module
 from fa_verify.properties.running.large_memory import (
@@ -23,7 +24,6 @@ from fa_verify.properties.running.large_memory import (
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.running.workers import GPUS_OF_THE_RUN
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 
 FREE = 2**30
 

@@ -11,9 +11,9 @@ import execnet
 import pytest
 
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.tally import EDGES, Tally
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 GOOD = Problem(M=3, N=4, dtype="fp64")
 SUBJECT = Subject.of(Eager(), "eager")

@@ -14,9 +14,9 @@ from fa_verify import simulator
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import SubjectError, plan_run, run_subject, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PROBLEM = Problem(M=20, N=7, D=5, Dv=3, dtype="fp64")
 

@@ -12,9 +12,9 @@ from hypothesis import errors, find, given
 from hypothesis import strategies as st
 
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.properties.subjects.declarations import SCORE_MODS
-from fa_verify.properties.subjects.subject import Subject, score_mods_of
-from fa_verify.properties.subjects.supported import (
+from fa_verify.properties.kernels.declarations import SCORE_MODS
+from fa_verify.properties.kernels.subject import Subject, score_mods_of
+from fa_verify.properties.kernels.supported import (
     ExcludedError,
     problems_of,
     problems_of_few_kernels,

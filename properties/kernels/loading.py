@@ -16,9 +16,9 @@ import torch
 
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class, register
 from fa_verify.oracles.masks.mask import Mask
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.without_gpu import advice
 from fa_verify.properties.problems.mask_classes import check_mask_class
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.without_gpu import advice
 
 __all__ = ["load", "load_mask"]
 

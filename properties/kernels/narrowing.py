@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["narrowed"]
 

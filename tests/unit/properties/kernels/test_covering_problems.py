@@ -8,13 +8,13 @@ import torch
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.properties.guarantees.accuracy import accuracy
 from fa_verify.properties.guarantees.ways import one_way
-from fa_verify.properties.subjects.covering_calls import combinations_line, named
-from fa_verify.properties.subjects.covering_problems import SharedKernel, covering_problems
-from fa_verify.properties.subjects.declarations import SCORE_MODS
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.ways import way_of, ways_of
+from fa_verify.properties.kernels.covering_calls import combinations_line, named
+from fa_verify.properties.kernels.covering_problems import SharedKernel, covering_problems
+from fa_verify.properties.kernels.declarations import SCORE_MODS
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.ways import way_of, ways_of
 from tests.unit.properties.guarantees.calls import found_on
-from tests.unit.properties.subjects.test_supported import DECLARED, subject
+from tests.unit.properties.kernels.test_supported import DECLARED, subject
 
 FURTHER = {
     "nothing": {},

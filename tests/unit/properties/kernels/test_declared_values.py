@@ -8,19 +8,19 @@ from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.running.tally import Tally
-from fa_verify.properties.subjects.declarations import SCORE_MODS
-from fa_verify.properties.subjects.declared_values import (
+from fa_verify.properties.kernels.declarations import SCORE_MODS
+from fa_verify.properties.kernels.declared_values import (
     Value,
     declared_values,
     examples,
     not_drawn,
     values_of,
 )
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
 from fa_verify.quick import entries_for
 from fa_verify.shards import shards_of
-from tests.unit.properties.subjects.test_supported import DECLARED, subject
+from tests.unit.properties.kernels.test_supported import DECLARED, subject
 
 # Kernels of which every value has a problem, but for those named.
 FURTHER = {

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.without_gpu import advice
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.without_gpu import advice
 
 triton = pytest.importorskip("triton")
 

@@ -20,9 +20,9 @@ from fa_verify.properties.inputs.families import (
     SINKS,
 )
 from fa_verify.properties.inputs.layouts import WITH_WHOLE_ROWS
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.strategies import HEAD_DIMS, SOFTCAPS, problems
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["ExcludedError", "problems_of", "problems_of_few_kernels"]
 

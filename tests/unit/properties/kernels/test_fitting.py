@@ -10,9 +10,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.claims import BY_NAME
-from fa_verify.properties.subjects.fitting import fitted
+from fa_verify.properties.kernels.fitting import fitted
 from fa_verify.quick import entries, entries_for
-from tests.unit.properties.subjects.test_supported import DECLARED, subject
+from tests.unit.properties.kernels.test_supported import DECLARED, subject
 
 FULL = Problem(
     B=2, H=4, Hk=2, M=35, N=20, D=5, Dv=3, dtype="fp64", config="16x16",

@@ -9,9 +9,9 @@ import torch
 
 from fa_verify.oracles.calls.cache import PAGE_ORDERS
 from fa_verify.oracles.problem import DTYPES
+from fa_verify.properties.kernels.covering_caches import covering_caches
+from fa_verify.properties.kernels.supported_caches import kernels_of
 from fa_verify.properties.kinds.caches import CACHE
-from fa_verify.properties.subjects.covering_caches import covering_caches
-from fa_verify.properties.subjects.supported_caches import kernels_of
 from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.guarantees.test_cache_checks import CACHES, attend, of_pages, subject_of
 

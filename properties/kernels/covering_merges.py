@@ -10,10 +10,10 @@ from fa_verify.oracles.calls.merge import (
     STATE_LAYOUTS,
     MergeProblem,
 )
+from fa_verify.properties.kernels.covering_calls import CoveringCalls
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.ways import WAY, seed_of, ways_of
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
-from fa_verify.properties.subjects.covering_calls import CoveringCalls
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["covering_merges"]
 

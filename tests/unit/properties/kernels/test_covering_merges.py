@@ -9,9 +9,9 @@ import torch
 
 from fa_verify.oracles.calls.merge import LSE_FAMILIES, OUT_FAMILIES, STATE_LAYOUTS
 from fa_verify.properties.guarantees.merging import accuracy
+from fa_verify.properties.kernels.covering_merges import covering_merges
+from fa_verify.properties.kernels.ways import way_of, ways_of
 from fa_verify.properties.kinds.merges import MERGE
-from fa_verify.properties.subjects.covering_merges import covering_merges
-from fa_verify.properties.subjects.ways import way_of, ways_of
 from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.guarantees.test_merging_checks import subject, torch_merge
 

@@ -11,8 +11,8 @@ from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.sink_families import NO_SINKS
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["fitted"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fa_verify.oracles.call import Call
+from fa_verify.properties.kernels.ways import WAY
 from fa_verify.properties.problems.covering import Combination, Covering, Row
-from fa_verify.properties.subjects.ways import WAY
 
 __all__ = ["CoveringCalls", "combinations_line", "named"]
 

@@ -10,8 +10,8 @@ import torch
 
 import fa_verify
 from fa_verify import attention_kernel
-from fa_verify.properties.subjects.declarations import WORDS, declared_by
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.declarations import WORDS, declared_by
+from fa_verify.properties.kernels.subject import Subject
 
 
 def attention(q, k, v, *, mask, sm_scale):

@@ -14,8 +14,8 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.tutorial_call import tutorial_call
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.tutorial_call import tutorial_call
 from fa_verify.verification import verify
 
 ROOT = Path(__file__).parents[4]

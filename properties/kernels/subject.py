@@ -18,7 +18,7 @@ from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.sink_families import NO_SINKS
-from fa_verify.properties.subjects.declarations import (
+from fa_verify.properties.kernels.declarations import (
     BITWISE,
     CACHES,
     DEFAULT_SCALE,
@@ -31,9 +31,9 @@ from fa_verify.properties.subjects.declarations import (
     narrowings,
     unknown_word,
 )
-from fa_verify.properties.subjects.packing import OF_VARLEN, PACKED, called_packed
-from fa_verify.properties.subjects.refusals import ExcludedCallError
-from fa_verify.properties.subjects.tutorial_call import takes, tutorial_call
+from fa_verify.properties.kernels.packing import OF_VARLEN, PACKED, called_packed
+from fa_verify.properties.kernels.refusals import ExcludedCallError
+from fa_verify.properties.kernels.tutorial_call import takes, tutorial_call
 
 __all__ = ["BITWISE", "SAME_BITS", "Subject", "score_mods_of"]
 

@@ -15,10 +15,10 @@ import torch
 from fa_verify import attention_kernel, verify
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.packing import Packing
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.packing import Packing
+from fa_verify.properties.kernels.subject import Subject
 
 GUARANTEES = ("G1", "G3", "G4", "G9", "G13")
 FORWARD = {"dtypes": ("fp32",), "backward": False, "p_dtype": "fp32", "p_normalised": True}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["OF_BACKWARD", "OF_FORWARD", "WAY", "seed_of", "way_of", "ways_of"]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fa_verify.properties.subjects.loading import load
+from fa_verify.properties.kernels.loading import load
 
 GOOD = """
 import torch

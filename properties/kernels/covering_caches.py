@@ -12,12 +12,12 @@ from typing import Any
 from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, Problem
+from fa_verify.properties.kernels.covering_calls import CoveringCalls
+from fa_verify.properties.kernels.declared_values import ANY_HEAD_DIM
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported_caches import configs_of, kernels_of
+from fa_verify.properties.kernels.ways import WAY, seed_of, ways_of
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
-from fa_verify.properties.subjects.covering_calls import CoveringCalls
-from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported_caches import configs_of, kernels_of
-from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["covering_caches"]
 

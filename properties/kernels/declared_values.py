@@ -16,8 +16,8 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.subject import Subject, score_mods_of
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.subject import Subject, score_mods_of
 
 __all__ = ["ANY_HEAD_DIM", "Value", "declared_values", "examples", "not_drawn", "values_of"]
 

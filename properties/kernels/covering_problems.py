@@ -22,12 +22,12 @@ from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.inputs.sink_families import NO_SINKS
+from fa_verify.properties.kernels.covering_calls import CoveringCalls
+from fa_verify.properties.kernels.declared_values import ANY_HEAD_DIM
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.ways import WAY, seed_of, ways_of
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
 from fa_verify.properties.problems.mask_classes import instance_near
-from fa_verify.properties.subjects.covering_calls import CoveringCalls
-from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.ways import WAY, seed_of, ways_of
 
 __all__ = ["SharedKernel", "cost_of", "covering_problems"]
 

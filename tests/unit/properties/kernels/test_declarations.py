@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from fa_verify.properties.subjects.declarations import WORDS, declared_by
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.declarations import WORDS, declared_by
+from fa_verify.properties.kernels.subject import Subject
 
 # Documented declarations with valid values.
 VALID = {

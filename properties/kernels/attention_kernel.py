@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fa_verify.properties.subjects.declarations import (
+from fa_verify.properties.kernels.declarations import (
     check_declarations,
     unknown_word,
     without_none,

@@ -12,12 +12,12 @@ from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
+from fa_verify.properties.kernels.declared_values import ANY_HEAD_DIM
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
 from fa_verify.properties.problems.kernel_classes import combinations, padded_groups
 from fa_verify.properties.problems.mask_classes import draw_instance
 from fa_verify.properties.problems.seqlens import Draw
-from fa_verify.properties.subjects.declared_values import ANY_HEAD_DIM
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
 
 __all__ = ["cached", "configs_of", "hidden_first", "kernels_of", "lengthened"]
 

@@ -13,9 +13,9 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.declarations import NARROWINGS
+from fa_verify.properties.kernels.subject import BITWISE, Subject
 from fa_verify.properties.running.trial import SubjectError, run_subject
-from fa_verify.properties.subjects.declarations import NARROWINGS
-from fa_verify.properties.subjects.subject import BITWISE, Subject
 
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(window_left=3)

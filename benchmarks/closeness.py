@@ -25,6 +25,7 @@ import torch
 from benchmarks import emulated
 from benchmarks.saving import saved
 from fa_verify import Mask, assert_attention_close
+from fa_verify.adapters import sdpa
 from fa_verify.judged_call import CallReport
 from fa_verify.oracles.bounds.replay import power_of_two
 from fa_verify.oracles.outputs import Outputs
@@ -36,7 +37,6 @@ from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import plan_in_range
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.subjects import sdpa
 
 __all__ = [
     "BACKENDS", "DATA", "FAULTS", "Call", "alarms", "called", "drawn", "main", "measured", "scaled",

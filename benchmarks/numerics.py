@@ -28,10 +28,10 @@ import torch
 from benchmarks.numerics_of_kernel import ALIASES, FAMILIES, HEAD_DIM, SEEDS, SIZE
 from benchmarks.numerics_table import report
 from benchmarks.saving import saved
+from fa_verify.adapters.registry import NAMED
 from fa_verify.properties.running import workers
 from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.registry import NAMED
 
 __all__ = ["Clock", "main", "measured", "names_here"]
 

@@ -56,7 +56,7 @@ def cpu_flash(q, k, v, *, mask, sm_scale):  # type: ignore[no-untyped-def]
     """PyTorch's flash attention on the CPU."""
     from torch.nn.attention import SDPBackend
 
-    from fa_verify.subjects.sdpa import _attention
+    from fa_verify.adapters.sdpa import _attention
 
     return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale)
 

@@ -38,7 +38,7 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
     from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
 
-    subject = load("fa_verify.subjects.ours:flash_attention")
+    subject = load("fa_verify.adapters.ours:flash_attention")
     strategy = problems_of(
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: see docs/command.md."""
     options = parsed(sys.argv[1:] if arguments is None else arguments)
     if options.command == "list":
-        from fa_verify.registry import kernel_table
+        from fa_verify.adapters.registry import kernel_table
 
         print("\n".join(kernel_table()))
         return Status.HOLDS

@@ -18,6 +18,7 @@ from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before 
 
 import torch
 
+from fa_verify.adapters.registry import NAMED, spec_of
 from fa_verify.conformance_process import Status
 from fa_verify.probing.answers import lines
 from fa_verify.probing.domain import DEFECT
@@ -31,7 +32,6 @@ from fa_verify.properties.kernels.declarations import narrowings
 from fa_verify.properties.kernels.loading import load
 from fa_verify.properties.kernels.subject import SAME_BITS, Subject
 from fa_verify.properties.running.watchdog import Watchdog
-from fa_verify.registry import NAMED, spec_of
 
 __all__ = ["run", "subject_and_device"]
 

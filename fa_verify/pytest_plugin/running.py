@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 
+from fa_verify.adapters.registry import kernel_table
 from fa_verify.breadth import choose_breadth
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
@@ -51,7 +52,6 @@ from fa_verify.pytest_plugin.regression_files import RegressionFiles
 from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
 from fa_verify.pytest_plugin.waivers import Waivers
-from fa_verify.registry import kernel_table
 from fa_verify.session import (
     CONFORMANCE,
     device_of,

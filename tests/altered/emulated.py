@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fa_verify.subjects import ours
+from fa_verify.adapters import ours
 from tests.altered.emulation import PROCESSORS, emulate
 from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fa_verify.subjects import ours
+from fa_verify.adapters import ours
 from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
 from tests.mutation.catalogue.mutant import mutated
 from tests.mutation.catalogue.subtle import SUBTLE

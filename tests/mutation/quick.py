@@ -192,8 +192,8 @@ def _choose(
 
 def _cost(step: Step, planned: PlannedRun) -> float:
     """The CPU time of a problem and its checks on the correct kernels."""
+    from fa_verify.adapters.ours import flash_attention
     from fa_verify.properties.kernels.subject import Subject
-    from fa_verify.subjects.ours import flash_attention
     from tests.mutation.judging.trials import CHECKS
 
     started = time.process_time()

@@ -62,7 +62,7 @@ _SUITE = Path(__file__).parents[2]
 _NOT_OF_KERNELS = (
     str(_SUITE), str(CONFORMANCE), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 )  # fmt: skip
-_ADAPTERS = str(_SUITE / "subjects")
+_ADAPTERS = str(_SUITE / "adapters")
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
 # Features of a mask that is aligned to another corner.

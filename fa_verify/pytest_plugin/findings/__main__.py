@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fa_verify.adapters.registry import NAMED, named
 from fa_verify.pytest_plugin.findings.document import document
 from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.pytest_plugin.findings.process import conformance_of
 from fa_verify.pytest_plugin.findings.recording import ROOT
 from fa_verify.pytest_plugin.findings.results import OTHERS, read_all, write
-from fa_verify.registry import NAMED, named
 
 SECONDS = 600.0
 

@@ -18,7 +18,7 @@ def _classes(shards: list[Shard]) -> set[int]:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp64"])
 def test_every_dtype_has_head_dims_of_every_class(dtype: str) -> None:
-    from fa_verify.subjects.ours import flash_attention
+    from fa_verify.adapters.ours import flash_attention
 
     subject = Subject.of(flash_attention, "flash_attention")
     shards = [

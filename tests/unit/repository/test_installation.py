@@ -21,7 +21,7 @@ import importlib, os, pkgutil, sys
 import fa_verify
 from fa_verify.pytest_plugin import environment
 for _, name, _ in pkgutil.walk_packages(fa_verify.__path__, "fa_verify."):
-    if not name.startswith(("fa_verify.subjects.", "fa_verify.conformance.test_")):
+    if not name.startswith(("fa_verify.adapters.", "fa_verify.conformance.test_")):
         if not name.endswith("__main__"):
             importlib.import_module(name)
 names = {}

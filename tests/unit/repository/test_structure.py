@@ -16,7 +16,6 @@ LINKED = {
     "oracles": "fa_verify.oracles",
     "properties": "fa_verify.properties",
     "tests/conformance": "fa_verify.conformance",
-    "tests/subjects": "fa_verify.subjects",
 }
 # Folders that each folder may import; subfolders without a line belong to their parent.
 ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "oracles/bounds")
@@ -27,7 +26,13 @@ PROPERTIES = tuple(
         "regression",
     )
 )
-PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
+PRODUCT = (
+    "fa_verify",
+    "fa_verify/adapters",
+    "fa_verify/diagnosis",
+    "fa_verify/probing",
+    "fa_verify/pytest_plugin",
+)
 SIMULATOR = ("fa_verify/simulator/interpreter", "fa_verify/simulator/gluon")
 ARROWS = {
     "fa_kernels/runtime": (),
@@ -88,6 +93,7 @@ ARROWS = {
     "fa_verify/simulator": (),
     "fa_verify/simulator/interpreter": (),
     "fa_verify/simulator/gluon": (),
+    "fa_verify/adapters": (*ORACLES, *PROPERTIES, "fa_kernels"),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
     # Its command prepares the process as the plugin does, and takes the names of the registry.
     "fa_verify/probing": (
@@ -95,6 +101,7 @@ ARROWS = {
         *PROPERTIES,
         "fa_verify/simulator/interpreter",
         "fa_verify",
+        "fa_verify/adapters",
         "fa_verify/pytest_plugin",
     ),
     # fa_verify compares the forms of a mask with the tiles that kernels visit.
@@ -102,6 +109,7 @@ ARROWS = {
         *ORACLES,
         *PROPERTIES,
         *SIMULATOR,
+        "fa_verify/adapters",
         "fa_verify/probing",
         "fa_kernels",
         "fa_kernels/kernels/common",
@@ -109,8 +117,7 @@ ARROWS = {
     ),
     "fa_verify/pytest_plugin": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/conformance": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
-    "tests/subjects": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
-    "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels", "tests/subjects"),
+    "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
     "tests": None,
 }
 PACKAGES = ("oracles", "properties", "fa_verify/simulator", "fa_kernels", "benchmarks")
@@ -282,7 +289,7 @@ def test_the_suite_is_imported_by_one_name():
         f"{path}:{line} imports {name}"
         for path in modules("fa_kernels", *LINKED, "fa_verify", "tests", "benchmarks")
         for line, name in imported(path)
-        if name.split(".")[0] in folders or name.startswith(("tests.conformance", "tests.subjects"))
+        if name.split(".")[0] in folders or name.startswith("tests.conformance")
     ]
     assert wrong == []
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import fa_kernels
 from fa_kernels.launch import hopper
+from fa_verify.adapters.ours import flash_attention
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
@@ -23,7 +24,6 @@ from fa_verify.properties.kernels.loading import load
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kernels.supported import problems_of
 from fa_verify.properties.running.trial import PlannedRun, SubjectError, plan_run
-from fa_verify.subjects.ours import flash_attention
 from fa_verify.verification import verify
 from tests.altered.emulated import spec_of_order
 from tests.altered.emulation import emulate, texts_of

@@ -393,7 +393,8 @@ def test_messages_hold_no_folders_of_this_machine(monkeypatch):
     monkeypatch.setattr(sys, "path", ["", ".", *sys.path, "/away/wheels"])
     assert plain("(/away/wheels/package/ops.py, line 3)") == "(package/ops.py, line 3)"
     assert plain("ratio ./. or 1/2") == "ratio ./. or 1/2"
-    assert plain(f"({ROOT}/tests/subjects/sdpa.py, line 3)") == "(tests/subjects/sdpa.py, line 3)"
+    path = "fa_verify/adapters/sdpa.py"
+    assert plain(f"({ROOT}/{path}, line 3)") == f"({path}, line 3)"
 
 
 def test_long_messages_are_cut():

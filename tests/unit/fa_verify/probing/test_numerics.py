@@ -177,7 +177,7 @@ def test_emulated_kernels_are_compared_in_the_interpreter_alone(interpreted, mon
     """Beside a GPU they do not load."""
     monkeypatch.setattr(recovery.environment, "INTERPRETED", interpreted)
     specs = recovery.others().values()
-    assert "fa_verify.subjects.sdpa:math" in specs
+    assert "fa_verify.adapters.sdpa:math" in specs
     assert ("tests.altered.emulated:order_0" in specs) == interpreted
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import fa_kernels
+from fa_verify.adapters.registry import NAMED
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees import caches
 from fa_verify.properties.kernels.loading import load
-from fa_verify.registry import NAMED
 from tests.unit.properties.guarantees.calls import found_on
 
 pytest.importorskip("triton")

@@ -54,7 +54,7 @@ class Named:
         return None
 
 
-_SDPA = "fa_verify.subjects.sdpa"
+_SDPA = "fa_verify.adapters.sdpa"
 _AMPERE, _ANY_GPU = (8, 0), (7, 0)
 _UNDOCUMENTED = {
     "G3": "PyTorch's documentation does not mention rows that see no key",
@@ -62,7 +62,7 @@ _UNDOCUMENTED = {
 }
 NAMED = {
     "ours": Named(
-        "fa_verify.subjects.ours:flash_attention", "fa_kernels, this project's", ("triton",)
+        "fa_verify.adapters.ours:flash_attention", "fa_kernels, this project's", ("triton",)
     ),
     "sdpa-math": Named(
         f"{_SDPA}:math",
@@ -88,14 +88,14 @@ NAMED = {
         never_promised=_UNDOCUMENTED,
     ),
     "flex": Named(
-        "fa_verify.subjects.flex:attention",
+        "fa_verify.adapters.flex:attention",
         "PyTorch FlexAttention, compiled",
         ("triton",),
         _ANY_GPU,
         never_promised=_UNDOCUMENTED,
     ),
     "flash-attn-2": Named(
-        "fa_verify.subjects.flash_attn_2:attention",
+        "fa_verify.adapters.flash_attn_2:attention",
         "FlashAttention-2, with a cache",
         ("flash_attn.flash_attn_interface",),
         _AMPERE,
@@ -107,7 +107,7 @@ NAMED = {
         },
     ),
     "flash-attn-4": Named(
-        "fa_verify.subjects.flash_attn_cute:attention",
+        "fa_verify.adapters.flash_attn_cute:attention",
         "FlashAttention-4, in the CuTe DSL",
         ("flash_attn.cute", "cutlass"),
         (9, 0),
@@ -119,21 +119,21 @@ NAMED = {
         },
     ),
     "flashinfer-decode": Named(
-        "fa_verify.subjects.flashinfer_paged:decode",
+        "fa_verify.adapters.flashinfer_paged:decode",
         "FlashInfer, decoding with pages",
         ("flashinfer",),
         _AMPERE,
         ("flashinfer-python",),
     ),
     "flashinfer-prefill": Named(
-        "fa_verify.subjects.flashinfer_paged:prefill",
+        "fa_verify.adapters.flashinfer_paged:prefill",
         "FlashInfer, prefill with pages",
         ("flashinfer",),
         _AMPERE,
         ("flashinfer-python",),
     ),
     "xformers": Named(
-        "fa_verify.subjects.xformers_cutlass:attention",
+        "fa_verify.adapters.xformers_cutlass:attention",
         "xformers, its CUTLASS kernels",
         ("xformers",),
         _AMPERE,

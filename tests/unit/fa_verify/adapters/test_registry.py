@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from fa_verify.adapters.registry import NAMED, Named, kernel_table, named, spec_of
 from fa_verify.properties.kernels.loading import load
-from fa_verify.registry import NAMED, Named, kernel_table, named, spec_of
 
 ON_GPUS = ("sdpa-flash", "sdpa-efficient", "sdpa-cudnn", "flex")
 

@@ -22,6 +22,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 FIRST = ("mutation/test_faults.py",)
 OTHERS = (
     "unit/fa_verify/",
+    "unit/benchmarks/findings/",
     "unit/repository/test_docs.py",
     "unit/repository/test_installation.py",
     "unit/fa_kernels/",

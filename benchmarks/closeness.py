@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import emulated
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from fa_verify import Mask, assert_attention_close
 from fa_verify.adapters import sdpa
@@ -36,7 +37,6 @@ from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.trial import plan_in_range
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = [
     "BACKENDS", "DATA", "FAULTS", "Call", "alarms", "called", "drawn", "main", "measured", "scaled",

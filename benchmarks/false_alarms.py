@@ -28,6 +28,7 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from fa_verify.adapters.registry import NAMED, spec_of
 from fa_verify.oracles.problem import Problem
@@ -42,7 +43,6 @@ from fa_verify.properties.kernels.supported import ExcludedError, problems_of
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.search import draws
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.shards import Shard, shards_of, shared_kernels
 
 __all__ = [

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import emulated
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
@@ -37,7 +38,6 @@ from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.properties.running.trial import AttentionTrial, run_trial
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = [
     "CHECKS",

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from benchmarks.table import markdown
 from fa_verify.properties.kernels.subject import SAME_BITS
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
 
 __all__ = ["KERNELS", "answers", "cpu_flash", "main", "table"]
 

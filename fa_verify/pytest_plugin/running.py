@@ -42,7 +42,6 @@ from fa_verify.pytest_plugin import profiles
 from fa_verify.pytest_plugin.causes.plugin import Causes
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.example_database import example_database
-from fa_verify.pytest_plugin.findings.recording import Recording
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
 from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.options import number_of
@@ -52,6 +51,7 @@ from fa_verify.pytest_plugin.regression_files import RegressionFiles
 from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
 from fa_verify.pytest_plugin.waivers import Waivers
+from fa_verify.reporting.recording import Recording
 from fa_verify.session import (
     CONFORMANCE,
     device_of,

@@ -32,6 +32,7 @@ PRODUCT = (
     "fa_verify/diagnosis",
     "fa_verify/probing",
     "fa_verify/pytest_plugin",
+    "fa_verify/reporting",
 )
 SIMULATOR = ("fa_verify/simulator/interpreter", "fa_verify/simulator/gluon")
 ARROWS = {
@@ -115,6 +116,7 @@ ARROWS = {
         "fa_kernels/kernels/common",
         "fa_kernels/schedule",
     ),
+    "fa_verify/reporting": (*ORACLES, *PROPERTIES, "fa_verify"),
     "fa_verify/pytest_plugin": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/conformance": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),

@@ -24,7 +24,7 @@ __all__ = ["Recording", "plain"]
 
 # Raised when a field changes its meaning or goes away; new fields and kinds of records keep it.
 VERSION = 1
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # Number of lines kept of a failure message, such as an assertion with its diff.
 MOST_LINES = 12
 _FINDINGS, _SAID, _ASKS = "findings", "said", "asks"

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fa_verify.pytest_plugin.findings.collecting import collected, recorded
-from fa_verify.pytest_plugin.findings.recording import ROOT, plain
+from benchmarks.findings.collecting import collected, recorded
+from fa_verify.reporting.recording import ROOT, plain
 
 __all__ = ["FINISHED", "conformance_of"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.findings.process import FINISHED
+from benchmarks.findings.unpromised import unpromised
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.properties.guarantees.claims import CLAIMS
-from fa_verify.pytest_plugin.findings.process import FINISHED
-from fa_verify.pytest_plugin.findings.unpromised import unpromised
 
 __all__ = ["document", "verdict"]
 

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.findings import __main__ as command
+from benchmarks.findings.collecting import collected, recorded
+from benchmarks.findings.document import document, verdict
+from benchmarks.findings.environment import slug, versions
+from benchmarks.findings.results import FILE, OTHERS, read, read_all, write
+from benchmarks.findings.unpromised import unpromised
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.kernels.subject import Subject
-from fa_verify.pytest_plugin.findings import __main__ as command
-from fa_verify.pytest_plugin.findings.collecting import collected, recorded
-from fa_verify.pytest_plugin.findings.document import document, verdict
-from fa_verify.pytest_plugin.findings.environment import slug, versions
-from fa_verify.pytest_plugin.findings.recording import ROOT, plain
-from fa_verify.pytest_plugin.findings.results import FILE, OTHERS, read, read_all, write
-from fa_verify.pytest_plugin.findings.unpromised import unpromised
+from fa_verify.reporting.recording import ROOT, plain
 
 # The name of a test, and the guarantee that it asks for.
 ACCURACY = ("test_every_element", "G1")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.findings.environment import slug
 from fa_verify.adapters.registry import NAMED
 from fa_verify.properties.running.atomic_write import write_atomically
-from fa_verify.pytest_plugin.findings.environment import slug
 
 __all__ = ["FILE", "OTHERS", "VERSION", "read", "read_all", "write"]
 

@@ -1,6 +1,6 @@
 """Run the conformance tests on every registered kernel and write the results.
 
-``python -m fa_verify.pytest_plugin.findings [NAME ...] [-- OPTION ...]`` writes
+``python -m benchmarks.findings [NAME ...] [-- OPTION ...]`` writes
 results/DEVICE/findings.json, and FINDINGS.md from all such files and
 results/other-repositories.md. Options after ``--``, such as
 ``-k hidden``, are passed to pytest.
@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.findings.document import document
+from benchmarks.findings.environment import device_name, versions
+from benchmarks.findings.process import conformance_of
+from benchmarks.findings.results import OTHERS, read_all, write
 from fa_verify.adapters.registry import NAMED, named
-from fa_verify.pytest_plugin.findings.document import document
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.pytest_plugin.findings.process import conformance_of
-from fa_verify.pytest_plugin.findings.recording import ROOT
-from fa_verify.pytest_plugin.findings.results import OTHERS, read_all, write
+from fa_verify.reporting.recording import ROOT
+
+__all__ = ["main"]
 
 SECONDS = 600.0
 
@@ -45,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fa_verify.pytest_plugin.findings", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.findings", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="kernels (default: all)")
     parser.add_argument("--profile", default="dev", help="Hypothesis profile (default: dev)")
     parser.add_argument("--workers", default="auto", help="worker processes (default: auto)")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.findings.collecting import collected, recorded
+from benchmarks.findings.process import FINISHED, conformance_of
 from fa_verify.oracles.problem import Problem
-from fa_verify.pytest_plugin.findings.collecting import collected, recorded
-from fa_verify.pytest_plugin.findings.process import FINISHED, conformance_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -21,7 +21,7 @@ import pytest
 from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.pytest_plugin.crash_reports import CrashReports
-from fa_verify.pytest_plugin.findings.recording import Recording
+from fa_verify.reporting.recording import Recording
 
 def attention(q, k, v, *, mask, sm_scale):
     return q

@@ -1,0 +1,1 @@
+"""The results of a run, in files and as a verdict."""

@@ -43,15 +43,15 @@ from fa_verify.pytest_plugin.causes.plugin import Causes
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.example_database import example_database
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
-from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
 from fa_verify.pytest_plugin.progress import Progress
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
-from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
-from fa_verify.pytest_plugin.waivers import Waivers
+from fa_verify.reporting.gate.plugin import Gate
 from fa_verify.reporting.recording import Recording
+from fa_verify.reporting.sarif import Sarif
+from fa_verify.reporting.waivers import Waivers
 from fa_verify.session import (
     CONFORMANCE,
     device_of,
@@ -181,7 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config), "progress")
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     if config.getoption("--fa-report") is not None:
-        from fa_verify.pytest_plugin.report.plugin import RunReport
+        from fa_verify.reporting.html.plugin import RunReport
 
         config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")

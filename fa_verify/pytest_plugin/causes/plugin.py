@@ -32,8 +32,8 @@ from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.causes.confirming import answers_of, confirmed
 from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, title, verdict
-from fa_verify.pytest_plugin.statuses import Counts, gives_status
+from fa_verify.reporting.statuses import Counts, gives_status
+from fa_verify.reporting.verdict import Explained, explained, fitted, title, verdict
 from fa_verify.session import (
     CONFORMANCE,
     NOT_ASKED,

@@ -22,17 +22,17 @@ FOLDERS = (
     "oracles",
     "properties",
     "fa_verify/simulator/interpreter",
-    "fa_verify/pytest_plugin/gate",
+    "fa_verify/reporting/gate",
 )
 _BOUNDS = "test_bounds_agree test_error_model"
 _MASKS = "test_custom_masks test_mask"
 # Files of tests/unit that have to kill a module's mutants, the quickest first.
 TESTS: dict[str, str] = {
-    "fa_verify/pytest_plugin/gate/comparison.py": "test_gate_problems test_gate",
-    "fa_verify/pytest_plugin/gate/environment.py": "test_gate",
-    "fa_verify/pytest_plugin/gate/plugin.py": "test_gate",
-    "fa_verify/pytest_plugin/gate/problems.py": "test_gate_problems test_gate",
-    "fa_verify/pytest_plugin/gate/timing.py": "test_speed_ratio test_gate",
+    "fa_verify/reporting/gate/comparison.py": "test_gate_problems test_gate",
+    "fa_verify/reporting/gate/environment.py": "test_gate",
+    "fa_verify/reporting/gate/plugin.py": "test_gate",
+    "fa_verify/reporting/gate/problems.py": "test_gate_problems test_gate",
+    "fa_verify/reporting/gate/timing.py": "test_speed_ratio test_gate",
     "fa_verify/verification.py": "test_verification test_repaired_fork test_statistics",
     "oracles/bounds/backward.py": f"{_BOUNDS} test_softcap test_lse_gradient test_chunks",
     "oracles/bounds/bias.py": "test_bias",

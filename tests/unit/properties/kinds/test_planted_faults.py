@@ -19,7 +19,7 @@ from fa_verify.properties.search import failure, minimize
 from fa_verify.properties.search.causes import Known, RootCause, described
 from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner
-from fa_verify.pytest_plugin.causes.verdict import if_intended, title
+from fa_verify.reporting.verdict import if_intended, title
 from tests.unit.properties.guarantees.test_merging_checks import torch_merge
 
 

@@ -18,10 +18,10 @@ from fa_verify.conformance_process import Status
 from fa_verify.properties.regression.baseline import Baseline, Entry
 from fa_verify.properties.regression.compiled_kernels import Resources, loaded_kernels
 from fa_verify.properties.regression.difference import Difference
-from fa_verify.pytest_plugin.gate.comparison import combined, differences
-from fa_verify.pytest_plugin.gate.environment import compiles, environment_of
-from fa_verify.pytest_plugin.gate.problems import arithmetic_of, chosen
-from fa_verify.pytest_plugin.gate.timing import timed
+from fa_verify.reporting.gate.comparison import combined, differences
+from fa_verify.reporting.gate.environment import compiles, environment_of
+from fa_verify.reporting.gate.problems import arithmetic_of, chosen
+from fa_verify.reporting.gate.timing import timed
 from fa_verify.session import CONFORMANCE, device_of, subject_of
 
 __all__ = ["Gate"]

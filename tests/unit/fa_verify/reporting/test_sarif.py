@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fa_verify.properties.kernels.subject import Subject
-from fa_verify.pytest_plugin.sarif import document, place_of
+from fa_verify.reporting.sarif import document, place_of
 from tests.unit.fa_verify.test_command import ACCURACY, ROOT, folder, run, write_kernels
 
 __all__ = ["folder"]

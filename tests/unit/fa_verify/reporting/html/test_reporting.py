@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from fa_verify.properties.running.coverage import COLUMNS
-from fa_verify.pytest_plugin.report import content, pictures
-from fa_verify.pytest_plugin.report.page import page
-from tests.unit.fa_verify.gate.test_gate import runs
+from fa_verify.reporting.html import content, pictures
+from fa_verify.reporting.html.page import page
+from tests.unit.fa_verify.reporting.gate.test_gate import runs
 
 # A user's file, wrong in one tile.
 KERNELS = """

@@ -15,7 +15,7 @@ from fa_verify.conformance_process import Status
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.regression.baseline import Baseline, Entry, Environment
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 # A user's file. It computes in float64 and declares so little that a gate run takes seconds.
 KERNELS = """
 import math

@@ -14,7 +14,8 @@ from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.search.causes import RootCause
 from fa_verify.pytest_plugin.causes.confirming import confirmed
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import (
+from fa_verify.reporting.statuses import Counts
+from fa_verify.reporting.verdict import (
     behaves_as,
     evidence,
     explained,
@@ -22,8 +23,7 @@ from fa_verify.pytest_plugin.causes.verdict import (
     title,
     verdict,
 )
-from fa_verify.pytest_plugin.statuses import Counts
-from tests.unit.fa_verify.gate.test_gate import runs
+from tests.unit.fa_verify.reporting.gate.test_gate import runs
 
 # Two defects: softmax of rows without a key, and dk and dv of grouped heads rounded too early.
 KERNEL = """

@@ -18,8 +18,8 @@ import pytest
 from fa_verify.conformance_process import Status
 from fa_verify.properties.guarantees.compare import Finding, Violation
 from fa_verify.properties.running.tally import Tally
-from fa_verify.pytest_plugin.report import content
-from fa_verify.pytest_plugin.report.page import page
+from fa_verify.reporting.html import content
+from fa_verify.reporting.html.page import page
 
 __all__ = ["RunReport"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 
-from fa_verify.pytest_plugin.report import pictures
-from fa_verify.pytest_plugin.statuses import alike
+from fa_verify.reporting.html import pictures
+from fa_verify.reporting.statuses import alike
 
 __all__ = ["page"]
 

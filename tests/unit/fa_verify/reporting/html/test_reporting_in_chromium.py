@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from fa_verify.pytest_plugin.report import pictures
-from fa_verify.pytest_plugin.report.page import page
+from fa_verify.reporting.html import pictures
+from fa_verify.reporting.html.page import page
 
 pytestmark = pytest.mark.chromium
 

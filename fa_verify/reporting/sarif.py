@@ -23,7 +23,7 @@ from fa_verify.conformance_process import Status
 from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.running.atomic_write import write_atomically
-from fa_verify.pytest_plugin.waivers import named_in
+from fa_verify.reporting.waivers import named_in
 from fa_verify.session import subject_of
 
 __all__ = ["Sarif", "document", "place_of"]

@@ -15,9 +15,9 @@ import pytest
 
 from fa_verify.conformance_process import Status
 from fa_verify.properties.running.tally import Tally
-from fa_verify.pytest_plugin.statuses import Counts, first_line
+from fa_verify.reporting.statuses import Counts, first_line
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 KERNELS = """
 import atexit
 import os

@@ -11,7 +11,7 @@ from fa_verify.oracles.guarantee import FORM, G5, G8, G10, G12, G13, G16, guaran
 from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft, phrase, sharpest
 from fa_verify.properties.search.causes import RootCause, described, difference
-from fa_verify.pytest_plugin.statuses import Counts, alike, first_line, plural
+from fa_verify.reporting.statuses import Counts, alike, first_line, plural
 
 __all__ = [
     "Explained",

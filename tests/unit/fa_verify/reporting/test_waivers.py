@@ -10,7 +10,7 @@ import pytest
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.guarantees.compare import Finding
-from fa_verify.pytest_plugin.waivers import Waiver, Waivers, read
+from fa_verify.reporting.waivers import Waiver, Waivers, read
 from tests.unit.fa_verify.test_command import ACCURACY, folder, run
 
 __all__ = ["folder"]

@@ -15,8 +15,8 @@ from fa_verify.properties.regression.baseline import Baseline, Entry, Environmen
 from fa_verify.properties.regression.compiled_kernels import Resources
 from fa_verify.properties.regression.measurement import measured
 from fa_verify.properties.running.trial import run_trial
-from fa_verify.pytest_plugin.gate.comparison import combined, differences
-from fa_verify.pytest_plugin.gate.problems import CHECKS, FEWEST, chosen
+from fa_verify.reporting.gate.comparison import combined, differences
+from fa_verify.reporting.gate.problems import CHECKS, FEWEST, chosen
 from fa_verify.session import OURS
 from tests.unit.properties.kernels.broken_subjects import Eager
 

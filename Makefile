@@ -55,7 +55,7 @@ fuzz: $(environment) ## new problems for MINUTES=10; KERNEL=file.py:name, MASK=f
 	  $(if $(KERNEL),--fa-kernel='$(KERNEL)') $(if $(MASK),--fa-mask='$(MASK)')
 
 findings: $(environment) ## what every kernel here holds: results/, FINDINGS.md; KERNELS='flex ours'
-	$(python) -m fa_verify.pytest_plugin.findings $(KERNELS)
+	$(python) -m benchmarks.findings $(KERNELS)
 
 kernels: $(environment) ## kernels of other repositories: build/kernels; KERNELS_FROM=folder
 	$(python) -m tests.kernels $(if $(KERNELS_FROM),--from '$(KERNELS_FROM)')

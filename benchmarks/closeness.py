@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import emulated
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from fa_verify import Mask, assert_attention_close
+from fa_verify.adapters import sdpa
 from fa_verify.judged_call import CallReport
 from fa_verify.oracles.bounds.replay import power_of_two
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.stream import normal, uniform
-from fa_verify.properties.checks import accuracy, backward
-from fa_verify.properties.execution.trial import plan_in_range
+from fa_verify.properties.guarantees import accuracy, backward
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.subjects import sdpa
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import plan_in_range
 
 __all__ = [
     "BACKENDS", "DATA", "FAULTS", "Call", "alarms", "called", "drawn", "main", "measured", "scaled",

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
 
 __all__ = ["UNROUNDED", "attention", "attention_tf32"]
 

@@ -28,21 +28,21 @@ import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
+from fa_verify.adapters.registry import NAMED, spec_of
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, checks_of, standing_of
-from fa_verify.properties.checks.limits import FAMILIES, judged_elements
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
+from fa_verify.properties.guarantees.claims import Check, checks_of, standing_of
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.guarantees.limits import FAMILIES, judged_elements
+from fa_verify.properties.kernels.covering_problems import covering_problems
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError, problems_of
+from fa_verify.properties.kernels.vocabulary import SCORE_MODS
 from fa_verify.properties.problems.batched import batched_problems
+from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.search import draws
-from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError, problems_of
-from fa_verify.properties.subjects.vocabulary import SCORE_MODS
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.registry import NAMED, spec_of
 from fa_verify.shards import Shard, shards_of, shared_kernels
 
 __all__ = [

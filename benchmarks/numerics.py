@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.numerics_of_kernel import ALIASES, FAMILIES, HEAD_DIM, SEEDS, SIZE
 from benchmarks.numerics_table import report
 from benchmarks.saving import saved
-from fa_verify.properties.execution import workers
-from fa_verify.properties.execution.atomic_write import write_atomically
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
-from fa_verify.registry import NAMED
+from fa_verify.adapters.registry import NAMED
+from fa_verify.properties.running import workers
+from fa_verify.properties.running.atomic_write import write_atomically
 
 __all__ = ["Clock", "main", "measured", "names_here"]
 

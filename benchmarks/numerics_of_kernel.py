@@ -20,6 +20,7 @@ from fa_verify.probing.command import subject_and_device  # isort: skip  # befor
 import torch
 
 from benchmarks.exact_casts import exact_casts, rounded_once
+from fa_verify.adapters.registry import NAMED
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
@@ -35,13 +36,12 @@ from fa_verify.probing.domain import (
 from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import declares, stripped, watched
-from fa_verify.properties.execution.trial import run_subject
-from fa_verify.properties.execution.watchdog import Watchdog
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.declared import NUMERICS, WORDS
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.registry import NAMED
+from fa_verify.properties.kernels.declared import NUMERICS, WORDS
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import run_subject
+from fa_verify.properties.running.watchdog import Watchdog
 
 __all__ = [
     "ALIASES",
@@ -62,7 +62,7 @@ FAMILIES = {"ordinary": "normal", "peaked": "times8", "positive": "positive_v"}
 SEEDS = 5
 # Rows and keys, or the next multiple that a kernel takes; no multiple of a tile.
 SIZE, HEADS, HEAD_DIM = 1000, 2, 64
-ALIASES = {"sdpa-flash-cpu": "fa_verify.subjects.sdpa:flash_on_cpu"}
+ALIASES = {"sdpa-flash-cpu": "fa_verify.adapters.sdpa:flash_on_cpu"}
 # Evidence is cut after so many characters.
 _LONGEST = 240
 # The answers about its domain that the experiments on a kernel need.

@@ -28,16 +28,16 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import emulated
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import backward, limits
-from fa_verify.properties.checks.claims import Check, accuracy, checks_of
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.atomic_write import write_atomically
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
+from fa_verify.properties.guarantees import backward, limits
+from fa_verify.properties.guarantees.claims import Check, accuracy, checks_of
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.atomic_write import write_atomically
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 
 __all__ = [
     "CHECKS",

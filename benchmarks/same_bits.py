@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.saving import saved
 from benchmarks.table import markdown
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
 
 __all__ = ["KERNELS", "answers", "cpu_flash", "main", "table"]
 
@@ -56,7 +56,7 @@ def cpu_flash(q, k, v, *, mask, sm_scale):  # type: ignore[no-untyped-def]
     """PyTorch's flash attention on the CPU."""
     from torch.nn.attention import SDPBackend
 
-    from fa_verify.subjects.sdpa import _attention
+    from fa_verify.adapters.sdpa import _attention
 
     return _attention(SDPBackend.FLASH_ATTENTION, q, k, v, mask, sm_scale)
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from fa_verify.properties.execution.atomic_write import write_atomically
-from fa_verify.pytest_plugin.findings.environment import device_name, slug
+from benchmarks.findings.environment import device_name, slug
+from fa_verify.properties.running.atomic_write import write_atomically
 
 __all__ = ["saved"]
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn.attention import SDPBackend
 
+from benchmarks.findings.environment import device_name, versions
 from benchmarks.peers import PEERS, compiled_flex
 from benchmarks.spread import spread
 from benchmarks.table import markdown
 from fa_kernels import flash_attention, flash_attention_varlen
-from fa_verify.pytest_plugin.findings.environment import device_name, versions
 from fa_verify.timing import interleaved, sdpa
 
 __all__ = ["NAMES", "SHAPES", "Shape", "attentions", "errors", "inputs", "table", "visible_pairs"]

@@ -32,13 +32,13 @@ def worst_of(dtype: str, seed: int, steer: bool, problems: int) -> dict[str, flo
 
         repair.repair()
     from fa_verify.oracles.outputs import OUTPUTS
-    from fa_verify.properties.checks import claims
-    from fa_verify.properties.execution.tally import Tally
+    from fa_verify.properties.guarantees import claims
+    from fa_verify.properties.kernels.loading import load
+    from fa_verify.properties.kernels.supported import problems_of
+    from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner, attack, draws
-    from fa_verify.properties.subjects.loading import load
-    from fa_verify.properties.subjects.supported import problems_of
 
-    subject = load("fa_verify.subjects.ours:flash_attention")
+    subject = load("fa_verify.adapters.ours:flash_attention")
     strategy = problems_of(
         subject, dtype=dtype, device=device, configs=("16x16",), max_seqlen=64, max_cost=12,
         head_dims=(16, 24, 32),

@@ -41,8 +41,8 @@ def caught_bug(path: Path) -> None:
     from fa_verify.simulator.interpreter.repair import repair
 
     repair()
-    from fa_verify.diagnosis.copies import load, sources_of
-    from fa_verify.subjects import ours
+    from fa_verify.adapters import ours
+    from tests.mutation.catalogue.copies import load, sources_of
 
     sources = sources_of("fa_kernels")
     assert sources[KERNEL].count(LINE) == 1
@@ -59,7 +59,7 @@ def _as_subject(attention: Any) -> Any:
     def subject(q: Any, k: Any, v: Any, *, mask: Any, sm_scale: float, config: str) -> Any:
         return attention(q, k, v, mask=mask, sm_scale=sm_scale, config=config, return_lse=True)
 
-    from fa_verify.subjects import ours
+    from fa_verify.adapters import ours
 
     vars(subject).update(vars(ours.flash_attention))
     return subject
@@ -67,9 +67,9 @@ def _as_subject(attention: Any) -> Any:
 
 def _ratios(attention: Any) -> Any:
     from fa_verify.oracles.problem import Problem
-    from fa_verify.properties.comparison.compare import ratios
-    from fa_verify.properties.execution.trial import run_trial
-    from fa_verify.properties.subjects.subject import Subject
+    from fa_verify.properties.guarantees.compare import ratios
+    from fa_verify.properties.kernels.subject import Subject
+    from fa_verify.properties.running.trial import run_trial
 
     trial = run_trial(Subject.of(attention, "attention"), Problem.from_json(PROBLEM))
     assert trial is not None
@@ -121,9 +121,9 @@ def bound_and_errors(path: Path) -> None:
     from matplotlib.figure import Figure
 
     from docs.worked_element import PROBLEM
-    from fa_verify.properties.execution.trial import run_trial
-    from fa_verify.properties.subjects.subject import Subject
-    from fa_verify.subjects import ours
+    from fa_verify.adapters import ours
+    from fa_verify.properties.kernels.subject import Subject
+    from fa_verify.properties.running.trial import run_trial
 
     mpl.rcParams.update({"svg.hashsalt": "fa-verify", "svg.fonttype": "none"})
     figure = Figure(figsize=(9, 3.2), layout="constrained")

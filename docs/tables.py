@@ -23,7 +23,7 @@ from benchmarks import numerics_table, same_bits, shapes
 from benchmarks.table import markdown
 from docs import worked_element
 from fa_verify.oracles.outputs import OUTPUTS
-from fa_verify.properties.subjects.declared import DECLARATIONS
+from fa_verify.properties.kernels.declared import DECLARATIONS
 
 __all__ = ["TABLES", "main", "pages", "rewritten"]
 
@@ -163,15 +163,15 @@ def _versions() -> list[str]:
 
 
 def _mutants() -> list[str]:
-    from fa_verify.diagnosis.faults import FAULTS
-    from fa_verify.diagnosis.independent import INDEPENDENT
-    from fa_verify.diagnosis.subtle import SUBTLE
+    from tests.mutation.catalogue.faults import FAULTS
+    from tests.mutation.catalogue.independent import INDEPENDENT
+    from tests.mutation.catalogue.subtle import SUBTLE
     from tests.mutation.harness.mutants import HARNESS
 
     rows = (
-        ("faults on record", len(FAULTS), "`fa_verify/diagnosis/faults.py`"),
-        ("independent mutants", len(INDEPENDENT), "`fa_verify/diagnosis/independent.py`"),
-        ("subtle faults", len(SUBTLE), "`fa_verify/diagnosis/subtle.py`"),
+        ("faults on record", len(FAULTS), "`tests/mutation/catalogue/faults.py`"),
+        ("independent mutants", len(INDEPENDENT), "`tests/mutation/catalogue/independent.py`"),
+        ("subtle faults", len(SUBTLE), "`tests/mutation/catalogue/subtle.py`"),
         ("harness mutants written by hand", len(HARNESS), "`tests/mutation/harness/mutants.py`"),
     )
     return markdown(("mutants", "number", "file"), rows)
@@ -424,7 +424,7 @@ def _named_by_kind(claims: Iterable[Any]) -> str:
 def _guarantees() -> list[str]:
     """A line for each guarantee: its statement, and the checks and tests that ask for it."""
     from fa_verify.oracles.guarantee import GUARANTEES
-    from fa_verify.properties.checks.claims import CLAIMS
+    from fa_verify.properties.guarantees.claims import CLAIMS
 
     rows, marked = [], _marked()
     for key, guarantee in GUARANTEES.items():

@@ -4,8 +4,8 @@
 that a test has computed. ``attention_kernel`` declares which inputs a kernel supports and how it
 rounds. ``pytest_plugin`` provides the command line.
 
-``oracles``, ``properties`` and ``simulator`` are subpackages: links to the neighbouring folders in
-a checkout, ordinary folders in a wheel.
+``oracles`` and ``properties`` are subpackages: links to the neighbouring folders in a checkout,
+ordinary folders in a wheel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fa_verify.attention_close import assert_attention_close
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.outputs import Numerics
-    from fa_verify.properties.subjects.attention_kernel import attention_kernel
+    from fa_verify.properties.kernels.attention_kernel import attention_kernel
     from fa_verify.verification import Report, verify
 
 __all__ = ["Mask", "Numerics", "Report", "assert_attention_close", "attention_kernel", "verify"]
@@ -28,7 +28,7 @@ _MODULES = {
     "Numerics": "fa_verify.oracles.outputs",
     "Report": "fa_verify.verification",
     "assert_attention_close": "fa_verify.attention_close",
-    "attention_kernel": "fa_verify.properties.subjects.attention_kernel",
+    "attention_kernel": "fa_verify.properties.kernels.attention_kernel",
     "verify": "fa_verify.verification",
 }
 

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status: see docs/command.md."""
     options = parsed(sys.argv[1:] if arguments is None else arguments)
     if options.command == "list":
-        from fa_verify.registry import kernel_table
+        from fa_verify.adapters.registry import kernel_table
 
         print("\n".join(kernel_table()))
         return Status.HOLDS
@@ -97,7 +97,7 @@ def _assumed(kernel: str | None, of_pytest: Sequence[str], *, bits: bool) -> lis
         ]  # fmt: skip
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode not in (Status.HOLDS, Status.USAGE):
-            from fa_verify.properties.execution.watchdog import Record
+            from fa_verify.properties.running.watchdog import Record
 
             last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
             if done.returncode < 0:
@@ -284,7 +284,7 @@ def _explain(file: str, mask: str | None) -> int:
 
     try:
         if mask is not None:
-            from fa_verify.properties.subjects.loading import load_mask
+            from fa_verify.properties.kernels.loading import load_mask
 
             load_mask(mask)
         assert_attention_close(**read(file), replay_folder=None)

@@ -12,11 +12,11 @@ from fa_verify.oracles.masks.mask import Mask, shown
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks, chunk_height
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import OutOfRangeError
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import OutOfRangeError
 from fa_verify.replay_files import FOLDER, write
 
 __all__ = ["assert_attention_close"]

@@ -9,14 +9,14 @@ import pytest
 
 from fa_verify.forks import in_forks
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, run_trial
-from fa_verify.properties.subjects.covering_caches import covering_caches
-from fa_verify.properties.subjects.covering_calls import CoveringCalls
-from fa_verify.properties.subjects.covering_merges import covering_merges
-from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.covering_caches import covering_caches
+from fa_verify.properties.kernels.covering_calls import CoveringCalls
+from fa_verify.properties.kernels.covering_merges import covering_merges
+from fa_verify.properties.kernels.covering_problems import covering_problems
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.session import device_of, is_ours, mask_of, subject_of
 from fa_verify.shards import shared_kernels
 

@@ -94,7 +94,7 @@ def _has_byte(received: int) -> bool:
 
 def _status(reached: str, code: int, kernel: str) -> int:
     """Return the status, and say how a process ended that has written none."""
-    from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
+    from fa_verify.properties.running.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
 
     word, _, ended = reached.partition(" ")
     if word == _ENDED:

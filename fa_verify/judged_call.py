@@ -12,22 +12,22 @@ import torch
 from fa_verify.oracles.guarantee import BACKWARD, BIAS, LIMIT, RMS
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import limits
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.added_gradients import judge_bias_gradient, judge_sink_gradient
-from fa_verify.properties.checks.backward import backward, forward_read
-from fa_verify.properties.checks.independence import Agreement, agreement, is_ordinary
-from fa_verify.properties.checks.statistics import bias, is_valid, rms
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.guarantees import limits
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.added_gradients import judge_bias_gradient, judge_sink_gradient
+from fa_verify.properties.guarantees.backward import backward, forward_read
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.guarantees.independence import Agreement, agreement, is_ordinary
+from fa_verify.properties.guarantees.statistics import bias, is_valid, rms
+from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.declared import NUMERICS_THAT_DIFFER
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import (
     AttentionTrial,
     GradientRun,
     OutOfRangeError,
     plan_in_range,
 )
-from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.declared import NUMERICS_THAT_DIFFER
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["CallReport", "JudgedCall", "declarations_that_pass", "judge_call"]
 

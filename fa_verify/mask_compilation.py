@@ -98,7 +98,7 @@ def _compile(spec: str, text: str) -> int:
     from triton.runtime.jit import JITFunction
 
     from fa_verify import mask_forms
-    from fa_verify.properties.subjects.loading import load_mask
+    from fa_verify.properties.kernels.loading import load_mask
 
     load_mask(spec)
     driver.set_active(_Driver())

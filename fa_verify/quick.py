@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.covering_problems import covering_problems
-from fa_verify.properties.subjects.declared_values import Value, examples, values_of
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.covering_problems import covering_problems
+from fa_verify.properties.kernels.declared_values import Value, examples, values_of
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.shards import has_table, shared_kernels
 
 __all__ = ["FILE", "Entry", "entries", "entries_for"]

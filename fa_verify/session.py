@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from fa_verify.adapters.registry import NAMED, spec_of
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.properties.subjects.loading import load, load_mask
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.registry import NAMED, spec_of
+from fa_verify.properties.kernels.loading import load, load_mask
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = [
     "CONFORMANCE",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from fa_verify.properties.subjects.covering_problems import SharedKernel
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.covering_problems import SharedKernel
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["Shard", "has_table", "larger_shards_of", "shards_of", "shared_kernels"]
 

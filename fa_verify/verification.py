@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.guarantee import EXCEPTION, FORM, G1, INPUTS, T3, guarantee_of, named
 from fa_verify.oracles.renamed import SPELLINGS
-from fa_verify.properties.checks.claims import (
+from fa_verify.properties.guarantees.claims import (
     CLAIMS,
     Claim,
     accuracy_of_all,
     in_turn,
     standing_of,
 )
-from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.kernels.declared_values import examples, not_drawn
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
 from fa_verify.properties.kinds.registry import KINDS, kinds_of
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, attack_one, draws
-from fa_verify.properties.subjects.declared_values import examples, not_drawn
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.repaired_fork import REPAIR_FIRST, in_repaired_fork
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 from fa_verify.simulator.interpreter.repair import is_needed

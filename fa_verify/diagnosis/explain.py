@@ -32,11 +32,11 @@ from fa_verify.diagnosis.named.passes import (
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.inputs.families import NO_ALIBI, NO_BIAS, NO_SINKS, TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 
 __all__ = ["Diagnosis", "Explanation", "diagnose"]
 

@@ -18,6 +18,7 @@ from fa_verify.pytest_plugin.environment import ON_GPU  # isort: skip  # before 
 
 import torch
 
+from fa_verify.adapters.registry import NAMED, spec_of
 from fa_verify.conformance_process import Status
 from fa_verify.probing.answers import lines
 from fa_verify.probing.domain import DEFECT
@@ -26,13 +27,12 @@ from fa_verify.probing.picture import svg, text
 from fa_verify.probing.probe import BITS, RAISES, TOPICS, Probed, probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.trying import declares, stripped, watched
-from fa_verify.properties.checks.caches import OTHER_CALLS
-from fa_verify.properties.execution.watchdog import Watchdog
-from fa_verify.properties.subjects.declared import narrowings
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
-from fa_verify.registry import NAMED, spec_of
+from fa_verify.properties.guarantees.caches import OTHER_CALLS
+from fa_verify.properties.kernels.declared import narrowings
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
+from fa_verify.properties.running.watchdog import Watchdog
 
 __all__ = ["run", "subject_and_device"]
 

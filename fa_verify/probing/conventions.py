@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["TopLeft", "alignments", "conventions_of"]
 

@@ -18,10 +18,10 @@ from fa_verify.probing.trying import Tried, attempt
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.bias_families import NO_BIAS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.vocabulary import DEFAULT_SCALE, SCORE_MODS, score_mods_of
 from fa_verify.properties.problems.strategies import HEAD_DIMS
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.vocabulary import DEFAULT_SCALE, SCORE_MODS, score_mods_of
 
 __all__ = [
     "DEFECT",

@@ -11,7 +11,7 @@ import torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["EXPERIMENTS", "Experiment", "Observation", "decided", "experiment", "observe"]
 

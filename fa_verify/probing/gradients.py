@@ -26,7 +26,7 @@ from fa_verify.probing.rounding import (
 )
 from fa_verify.probing.trying import attempt
 from fa_verify.properties.inputs.families import TORCH_DTYPES
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["rounding_of_backward"]
 

@@ -16,7 +16,7 @@ from fa_verify.probing.softcap_slope import slope_of_softcap
 from fa_verify.probing.softmax_sum import order_of_softmax_sum
 from fa_verify.probing.summation import AXES, Sum, leaves, order_of
 from fa_verify.probing.tiles import tiles_of
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["numerics_of", "orders_of"]
 

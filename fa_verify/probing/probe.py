@@ -21,16 +21,16 @@ from fa_verify.probing.numerics import numerics_of, orders_of
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.probing.summation import Sum
 from fa_verify.probing.trying import Tried, declares, stripped
-from fa_verify.properties.subjects.declared import (
+from fa_verify.properties.kernels.declared import (
     ASSUMED_CONVENTIONS,
     NARROWINGS,
     NUMERICS,
     WORDS,
     check_declarations,
 )
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.vocabulary import score_mods_of
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.vocabulary import score_mods_of
 
 __all__ = ["BITS", "RAISES", "TOPICS", "Probed", "probe", "refuted"]
 

@@ -17,7 +17,7 @@ from fa_verify.probing.formats import OPERANDS, UNIT, clear_of_ties, rounded, tr
 from fa_verify.probing.trying import attempt
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = [
     "FAR",

@@ -16,13 +16,13 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.trying import Tried, attempt
-from fa_verify.properties.checks.caches import OTHER_CALLS
-from fa_verify.properties.checks.same_bits import difference, parts_of, subject_of
-from fa_verify.properties.execution.trial import SubjectError
+from fa_verify.properties.guarantees.caches import OTHER_CALLS
+from fa_verify.properties.guarantees.same_bits import difference, parts_of, subject_of
 from fa_verify.properties.inputs.parts import Part, merged
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
+from fa_verify.properties.running.trial import SubjectError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 __all__ = ["same_bits_of"]

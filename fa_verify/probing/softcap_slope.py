@@ -12,7 +12,7 @@ from fa_verify.probing.answers import Answer
 from fa_verify.probing.experiments import Experiment, Observation, decided, experiment, observe
 from fa_verify.probing.rounding import tensors
 from fa_verify.probing.trying import attempt
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["slope_of_softcap"]
 

@@ -17,7 +17,7 @@ from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.experiments import Experiment, Observation, experiment, observe
 from fa_verify.probing.rounding import tensors
 from fa_verify.probing.trying import attempt
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["order_of_softmax_sum"]
 

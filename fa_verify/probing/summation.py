@@ -19,7 +19,7 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.probing.experiments import Experiment, Observation, experiment, observe
 from fa_verify.probing.rounding import tensors
 from fa_verify.probing.trying import attempt
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["AXES", "Sum", "Tree", "leaves", "order_of", "tree_of"]
 

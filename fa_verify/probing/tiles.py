@@ -18,7 +18,7 @@ from fa_verify.probing.experiments import Experiment, Observation, experiment, o
 from fa_verify.probing.formats import UNIT, clear_of_ties, rounded
 from fa_verify.probing.rounding import FAR, FLOAT32, PRESCALES, score, tensors
 from fa_verify.probing.trying import attempt
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 __all__ = ["tiles_of"]
 

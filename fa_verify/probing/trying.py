@@ -16,19 +16,19 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.torch_reference import DenseMask
-from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.declared import declared_by
+from fa_verify.properties.kernels.packing import OF_VARLEN
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.tutorial_call import TutorialCall, takes
+from fa_verify.properties.kernels.vocabulary import SCORE_MODS
+from fa_verify.properties.running.guard_bands import GuardBands
+from fa_verify.properties.running.trial import (
     ChangedInputError,
     SubjectError,
     WrongFormError,
     run_subject,
 )
-from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.subjects.declared import declared_by
-from fa_verify.properties.subjects.packing import OF_VARLEN
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.tutorial_call import TutorialCall, takes
-from fa_verify.properties.subjects.vocabulary import SCORE_MODS
 
 __all__ = ["Tried", "attempt", "declares", "stripped", "watched"]
 

@@ -1,5 +1,5 @@
-"""The pytest plugin: command-line options, Hypothesis profiles and the summary of a run.
+"""The pytest plugin: command-line options, Hypothesis profiles, workers, and the summary of a run.
 
-Larger features have a folder each: ``fuzz`` (--fa-minutes), ``gate`` (--fa-baseline), ``report``
-(--fa-report) and ``findings`` (--fa-findings). The checks themselves are in ``properties``.
+``fuzz`` is --fa-minutes, and ``causes`` the search for causes of failures. The checks are in
+``properties``, files and verdict in ``reporting``.
 """

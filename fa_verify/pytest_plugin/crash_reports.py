@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fa_verify.oracles.calls.codec import call_from_json
-from fa_verify.properties.execution.watchdog import FRAMES, Record, Watchdog
+from fa_verify.properties.running.watchdog import FRAMES, Record, Watchdog
 from fa_verify.pytest_plugin.options import DEFAULT_SECONDS, number_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-from fa_verify.properties.execution import workers
+from fa_verify.properties.running import workers
 
 __all__ = ["HAS_TRITON", "INTERPRETED", "ON_GPU", "WITHOUT_TRITON"]
 

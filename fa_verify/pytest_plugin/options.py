@@ -58,10 +58,6 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "metavar": "JSON",
         "help": "run every guarantee on one problem: the JSON of a failure message",
     },
-    "mutation": {
-        "action": "store_true",
-        "help": "check that this GPU detects the mutants that only a GPU can detect",
-    },
     "minutes": {
         "metavar": "NUMBER",
         "help": "draw new problems for this many minutes, on all workers, and keep those that fail",

@@ -23,35 +23,35 @@ import hypothesis
 import pytest
 import torch
 
+from fa_verify.adapters.registry import kernel_table
 from fa_verify.breadth import choose_breadth
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.renamed import SPELLINGS
-from fa_verify.properties.execution import replay_line, workers
-from fa_verify.properties.execution.large_memory import (
+from fa_verify.properties.running import replay_line, workers
+from fa_verify.properties.running.large_memory import (
     large_memory,
     larger_than_the_machine,
     leaves_room,
     limit_memory,
     spare_memory,
 )
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import Watchdog
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.watchdog import Watchdog
 from fa_verify.pytest_plugin import profiles
 from fa_verify.pytest_plugin.causes.plugin import Causes
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 from fa_verify.pytest_plugin.example_database import example_database
-from fa_verify.pytest_plugin.findings.recording import Recording
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing, choose_workers, minutes_of
-from fa_verify.pytest_plugin.gate.plugin import Gate
 from fa_verify.pytest_plugin.options import number_of
 from fa_verify.pytest_plugin.outside_programs import OutsidePrograms
 from fa_verify.pytest_plugin.progress import Progress
 from fa_verify.pytest_plugin.regression_files import RegressionFiles
-from fa_verify.pytest_plugin.sarif import Sarif
 from fa_verify.pytest_plugin.summary import REPLAY, Summary
-from fa_verify.pytest_plugin.waivers import Waivers
-from fa_verify.registry import kernel_table
+from fa_verify.reporting.gate.plugin import Gate
+from fa_verify.reporting.recording import Recording
+from fa_verify.reporting.sarif import Sarif
+from fa_verify.reporting.waivers import Waivers
 from fa_verify.session import (
     CONFORMANCE,
     device_of,
@@ -90,8 +90,6 @@ WARNINGS = (
     # NumPy inside the Triton interpreter: exp2 overflows in lanes that a select then discards.
     "ignore::RuntimeWarning:triton.runtime.interpreter",
 )
-# Tests of the mutants that only a GPU can detect; present in a checkout only.
-HARDWARE = CONFORMANCE.parent / "mutation" / "test_hardware.py"
 QUICK = "test_quick"
 # The test files that --fa-mask runs.
 OF_MASKS = (
@@ -152,12 +150,6 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--fa-replay: {error}") from None
         select(config, "test_replay")
-    if config.getoption("--fa-mutation"):
-        if not ON_GPU:
-            raise pytest.UsageError(
-                "--fa-mutation needs a GPU, and none is visible; make mutation runs without one"
-            )
-        config.args[:] = [str(HARDWARE)]
     chosen = text is not None or mask is not None or config.getoption("--fa-quick")
     if not is_ours(config) and not chosen:
         _select_conformance(config)
@@ -189,7 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config), "progress")
     # Registered before the gate, so that its pytest_sessionfinish ends after the gate's.
     if config.getoption("--fa-report") is not None:
-        from fa_verify.pytest_plugin.report.plugin import RunReport
+        from fa_verify.reporting.html.plugin import RunReport
 
         config.pluginmanager.register(RunReport(config, summary.tally), "report")
     config.pluginmanager.register(Gate(config), "gate")

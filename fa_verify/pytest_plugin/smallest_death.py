@@ -20,13 +20,13 @@ import fa_verify.pytest_plugin.environment  # noqa: F401
 from fa_verify.forks import in_forks
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_json
-from fa_verify.properties.execution.replay_line import COMMAND, replay_line
-from fa_verify.properties.execution.workers import keep_to_one_thread
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.replay_line import COMMAND, replay_line
+from fa_verify.properties.running.workers import keep_to_one_thread
 from fa_verify.properties.search.causes import described, difference
 from fa_verify.properties.search.minimize import minimized
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.session import subject_from
 
 __all__ = ["Death", "death_of", "main"]

@@ -17,10 +17,10 @@ import torch
 
 from fa_verify.breadth import breadth_of, combinations_of
 from fa_verify.oracles.call import Call
-from fa_verify.properties.execution.coverage import coverage_lines, possible_cells
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.kernels.covering_calls import combinations_line
 from fa_verify.properties.problems.mask_examples import pictures
-from fa_verify.properties.subjects.covering_calls import combinations_line
+from fa_verify.properties.running.coverage import coverage_lines, possible_cells
+from fa_verify.properties.running.tally import Tally
 from fa_verify.pytest_plugin.environment import HAS_TRITON, INTERPRETED, ON_GPU
 from fa_verify.pytest_plugin.example_database import without_passwords
 from fa_verify.session import CONFORMANCE, device_of, is_ours, is_whole, mask_of, subject_of

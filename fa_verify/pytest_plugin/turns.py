@@ -15,13 +15,12 @@ from fa_verify.session import CONFORMANCE
 
 __all__ = ["LONGEST", "full_name", "turn"]
 
-# Tests that take long. The faults are one test of 250 s in the interpreter. On a GPU, all rows of
-# long sequences take up to 30 s, and caches and score modifications, whose kernels no other test
-# compiles, up to 150 s. The others start processes, or wait for half of a GPU's memory. In another
-# order they end last, while most workers have no more tests. Samples of the rows of long sequences
-# take seconds, and come among the others: begun together, they fill a GPU of 80 GB.
-LONGEST = (
-    "mutation/test_faults.py",
+# Tests that take long, to which a conftest.py can add its own. On a GPU, all rows of long sequences
+# take up to 30 s, and caches and score modifications, whose kernels no other test compiles, up to
+# 150 s. The others wait for half of a GPU's memory. In another order they end last, while most
+# workers have no more tests. Samples of the rows of long sequences take seconds, and come among the
+# others: begun together, they fill a GPU of 80 GB.
+LONGEST = [
     "conformance/test_long.py::test_long_sequences",
     "conformance/test_range.py",
     "conformance/test_state.py",
@@ -30,11 +29,7 @@ LONGEST = (
     "conformance/test_claims.py::test_claim[G1-modified_scores",
     "conformance/test_claims.py::test_claim[dbias",
     "conformance/test_claims.py::test_claim[dsinks",
-    "unit/fa_verify/",
-    "unit/repository/test_docs.py",
-    "unit/repository/test_installation.py",
-    "unit/fa_kernels/",
-)
+]
 # Neighbours among these tests use the same kernels. In order of names, many workers would compile
 # one at the same time.
 SPREAD = "conformance/"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fa_verify.conformance_process import Status
-from fa_verify.pytest_plugin.statuses import gives_status
+from fa_verify.reporting.statuses import gives_status
 
 __all__ = ["pytest_cmdline_main"]
 

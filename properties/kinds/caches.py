@@ -17,15 +17,6 @@ from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.caches import appended, gathered
-from fa_verify.properties.execution.guard_bands import GuardBands, fill_of
-from fa_verify.properties.execution.trial import (
-    Judged,
-    PlannedRun,
-    SubjectError,
-    Trial,
-    plan_run,
-    run_kvcache,
-)
 from fa_verify.properties.inputs.caches import (
     CacheInputs,
     is_in_order,
@@ -34,14 +25,23 @@ from fa_verify.properties.inputs.caches import (
     shared_inputs,
 )
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.kernels.refusals import ExcludedCallError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kernels.supported_caches import cached, configs_of
 from fa_verify.properties.kinds import features as of_attention
 from fa_verify.properties.kinds import reductions as simpler
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.kinds.kind import Kind
-from fa_verify.properties.subjects.refusals import ExcludedCallError
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from fa_verify.properties.subjects.supported_caches import cached, configs_of
+from fa_verify.properties.running.guard_bands import GuardBands, fill_of
+from fa_verify.properties.running.trial import (
+    Judged,
+    PlannedRun,
+    SubjectError,
+    Trial,
+    plan_run,
+    run_kvcache,
+)
 
 __all__ = ["CACHE", "CacheTrial", "Result", "expected", "run_cache"]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from fa_verify.oracles.call import Call
-from fa_verify.properties.execution.trial import Trial
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.running.trial import Trial
 
 __all__ = ["Kind"]
 

@@ -20,16 +20,16 @@ from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.oracles.reference.merging import Merged, merged
-from fa_verify.properties.execution.guard_bands import GuardBands, fill_of
-from fa_verify.properties.execution.trial import Judged, SubjectError, Trial, run_states
 from fa_verify.properties.inputs.states import States, empty_rows, make_states
+from fa_verify.properties.kernels.refusals import ExcludedCallError, RefusedError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.kinds.reductions import steps
 from fa_verify.properties.problems.merges import merges
-from fa_verify.properties.subjects.refusals import ExcludedCallError, RefusedError
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
+from fa_verify.properties.running.guard_bands import GuardBands, fill_of
+from fa_verify.properties.running.trial import Judged, SubjectError, Trial, run_states
 
 __all__ = [
     "MERGE", "Convention", "MergeTrial", "merge_in_groups", "run_merge", "silent_part"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fa_verify.oracles.call import Call
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.attention import ATTENTION
 from fa_verify.properties.kinds.caches import CACHE
 from fa_verify.properties.kinds.kind import Kind
 from fa_verify.properties.kinds.merges import MERGE
 from fa_verify.properties.kinds.rings import RING
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["KINDS", "kind_of", "kinds_of"]
 

@@ -26,22 +26,22 @@ from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import attention
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.execution.trial import (
+from fa_verify.properties.inputs.tensors import Inputs, make
+from fa_verify.properties.kernels.refusals import ExcludedCallError
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
+from fa_verify.properties.kinds import features as of_attention
+from fa_verify.properties.kinds import reductions as simpler
+from fa_verify.properties.kinds.feature import Feature, present
+from fa_verify.properties.kinds.kind import Kind
+from fa_verify.properties.problems.merges import rings
+from fa_verify.properties.running.trial import (
     Judged,
     SubjectError,
     Trial,
     faults_of_the_subject,
     kept_settings,
 )
-from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.kinds import features as of_attention
-from fa_verify.properties.kinds import reductions as simpler
-from fa_verify.properties.kinds.feature import Feature, present
-from fa_verify.properties.kinds.kind import Kind
-from fa_verify.properties.problems.merges import rings
-from fa_verify.properties.subjects.refusals import ExcludedCallError
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
 
 __all__ = ["RING", "RingTrial", "part_problems"]
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.renamed import ARGUMENTS, CONSTANTS, KERNELS
-from fa_verify.properties.execution.atomic_write import write_atomically
 from fa_verify.properties.regression.compiled_kernels import Resources
+from fa_verify.properties.running.atomic_write import write_atomically
 
 __all__ = ["VERSION", "Baseline", "Entry", "Environment", "digits"]
 

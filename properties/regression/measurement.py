@@ -7,9 +7,9 @@ import math
 import torch
 
 from fa_verify.oracles.outputs import OUTPUTS
-from fa_verify.properties.checks.statistics import mean_squares
-from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.trial import AttentionTrial
+from fa_verify.properties.guarantees.compare import ratios
+from fa_verify.properties.guarantees.statistics import mean_squares
+from fa_verify.properties.running.trial import AttentionTrial
 
 __all__ = ["measured"]
 

@@ -32,7 +32,7 @@ from fa_verify.oracles.guarantee import (
 )
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.kinds.feature import Feature, is_soft
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.corpus import Cause

@@ -21,9 +21,9 @@ from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.codec import call_from_record
 from fa_verify.oracles.guarantee import guarantee_of
 from fa_verify.oracles.masks.codec import UnknownMaskError
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.atomic_write import write_atomically
 
 __all__ = ["Cause", "CorpusEntry", "NotReplayableError", "keep"]
 

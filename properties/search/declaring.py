@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from fa_verify.oracles.call import Call
-from fa_verify.properties.checks.claims import Check
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.claims import Check
+from fa_verify.properties.kernels.declared import NUMERICS_THAT_DIFFER
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature, is_soft
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.declared import NUMERICS_THAT_DIFFER
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["declarations_that_fit"]
 

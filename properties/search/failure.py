@@ -33,7 +33,7 @@ from fa_verify.oracles.guarantee import (
     guarantee_of,
 )
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
-from fa_verify.properties.checks.claims import (
+from fa_verify.properties.guarantees.claims import (
     CLAIMS,
     Check,
     accuracy,
@@ -41,14 +41,16 @@ from fa_verify.properties.checks.claims import (
     layout,
     standing_of,
 )
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.guard_bands import GuardBands
-from fa_verify.properties.execution.replay_line import COMMAND, replay_line
-from fa_verify.properties.execution.trial import SubjectError, run_subject
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import HIDING, Feature, is_of_size, is_soft, sharpest
 from fa_verify.properties.kinds.features import of_sizes, resized, size_of
 from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.guard_bands import GuardBands
+from fa_verify.properties.running.replay_line import COMMAND, replay_line
+from fa_verify.properties.running.trial import SubjectError, run_subject
 from fa_verify.properties.search.causes import (
     RootCause,
     Store,
@@ -59,8 +61,6 @@ from fa_verify.properties.search.causes import (
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["Beyond", "Failure", "Fresh"]
 

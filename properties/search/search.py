@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, Claim, accuracy, standing_of
-from fa_verify.properties.checks.limits import judged_elements
-from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.large_memory import refusal_without_room
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, plan_run
-from fa_verify.properties.kinds.registry import kind_of
-from fa_verify.properties.search.minimize import minimized
-from fa_verify.properties.subjects.refusals import (
+from fa_verify.properties.guarantees.claims import Check, Claim, accuracy, standing_of
+from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.guarantees.limits import judged_elements
+from fa_verify.properties.kernels.refusals import (
     CannotRunError,
     ExcludedCallError,
     NoRoomError,
     RefusedError,
 )
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
+from fa_verify.properties.kinds.registry import kind_of
+from fa_verify.properties.running.large_memory import refusal_without_room
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import SubjectError, plan_run
+from fa_verify.properties.search.minimize import minimized
 
 __all__ = ["Runner", "attack", "attack_one", "draws", "of_supported", "plainest"]
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
 
 __all__ = ["SECONDS", "sized"]
 

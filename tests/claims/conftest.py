@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
-from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
+from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
+from tests.mutation.catalogue.mutant import Edit, Mutant, mutated
 
 __all__ = ["edited", "kernels"]
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from fa_verify.diagnosis.mutant import Edit
 from fa_verify.oracles.bounds.error_model import judge
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.numpy_reference import Head, attend_head
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
+from tests.mutation.catalogue.mutant import Edit
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # Rounding error of float64, in units of the sum of |terms|.

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from fa_verify.diagnosis.mutant import Edit
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.comparison.compare import same_bits
+from fa_verify.properties.guarantees.compare import same_bits
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from tests.claims.launching import differentiate, tensors
 from tests.claims.online import attend, blocks, softmax
+from tests.mutation.catalogue.mutant import Edit
 
 LN2, LOG2E = math.log(2), 1 / math.log(2)
 # Rounding error of float64, in units of the sum of |terms|.

@@ -10,7 +10,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 from fa_verify.properties.inputs.tensors import make
 from tests.claims.launching import differentiate
 

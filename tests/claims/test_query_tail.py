@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from fa_verify.diagnosis.mutant import Edit
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.comparison.compare import same_bits
+from fa_verify.properties.guarantees.compare import same_bits
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.layouts import lay_out
 from tests.claims.launching import arguments, differentiate, tensors
+from tests.mutation.catalogue.mutant import Edit
 
 LN2 = math.log(2)
 PREPROCESS, DKDV, DQ, MASK = (

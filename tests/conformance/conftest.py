@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from fa_verify.breadth import breadth_of
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, Claim, Drawn
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.watchdog import Watchdog
-from fa_verify.properties.kinds.registry import KINDS, kinds_of
-from fa_verify.properties.problems.batched import batched_problems
-from fa_verify.properties.search.search import Runner, attack
-from fa_verify.properties.search.sizing import sized
-from fa_verify.properties.subjects.narrowing import narrowed
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import (
+from fa_verify.properties.guarantees.claims import Check, Claim, Drawn
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import (
     ExcludedError,
     problems_of,
     problems_of_few_kernels,
 )
+from fa_verify.properties.kinds.registry import KINDS, kinds_of
+from fa_verify.properties.problems.batched import batched_problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.watchdog import Watchdog
+from fa_verify.properties.search.search import Runner, attack
+from fa_verify.properties.search.sizing import sized
 from fa_verify.pytest_plugin.example_database import of_one_test
 from fa_verify.session import NOT_ASKED, TURN_OVER, TooFewError, mask_of, subject_of
 from fa_verify.shards import Shard, larger_shards_of, shards_of

@@ -42,13 +42,13 @@ def main(kernel: str, *texts: str) -> None:
     """
     # Set up the process as the plugin does, before kernels are loaded.
     import fa_verify.pytest_plugin.environment  # noqa: F401
+    from fa_verify.adapters.registry import spec_of
     from fa_verify.forks import in_forks
     from fa_verify.oracles.masks.mask import Mask
     from fa_verify.oracles.problem import Problem
-    from fa_verify.properties.execution.trial import run_subject
     from fa_verify.properties.inputs.tensors import make
-    from fa_verify.properties.subjects.loading import load
-    from fa_verify.registry import spec_of
+    from fa_verify.properties.kernels.loading import load
+    from fa_verify.properties.running.trial import run_subject
 
     subject = load(spec_of(kernel))
 

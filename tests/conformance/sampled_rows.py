@@ -20,12 +20,12 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.statistics import rms
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, run_subject
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.guarantees.statistics import rms
 from fa_verify.properties.inputs.tensors import Inputs, make
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import AttentionTrial, run_subject
 
 __all__ = ["findings_in_rows", "sampled"]
 

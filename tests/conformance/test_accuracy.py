@@ -6,8 +6,8 @@ import pytest
 
 from fa_verify.oracles.guarantee import G1
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.subjects.fitting import fitted
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.kernels.fitting import fitted
 
 # Batch entries, heads and rows that have all finite numbers of fp16 between them, and fewer for
 # kernels that take longer.

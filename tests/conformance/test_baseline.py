@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.comparison.compare import Violation
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.regression.measurement import measured
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.pytest_plugin.gate.problems import CHECKS
+from fa_verify.reporting.gate.problems import CHECKS
 
 
 def test_problem(runner, place, entry, record_property):

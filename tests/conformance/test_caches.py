@@ -1,6 +1,6 @@
 """C1 to C5, G1, G5, I1 and I3: attention over caches, contiguous and in pages, with appends.
 
-For subjects that declare ``kvcache``. ``properties/checks/caches.py`` holds the checks.
+For subjects that declare ``kvcache``. ``properties/guarantees/caches.py`` holds the checks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 CASES = [

@@ -1,6 +1,6 @@
 """Every claim about attention to padded tensors, on the problems that its rows say.
 
-The rows are those of ``properties/checks/claims.py``.
+The rows are those of ``properties/guarantees/claims.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import pytest
 
 from fa_verify.conformance.conftest import selected_shards
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 from fa_verify.session import mask_of, subject_of
 from fa_verify.shards import larger_shards_of
 from fa_verify.simulator.interpreter.dot_order import dots_in_order

@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.breadth import combinations_of
-from fa_verify.properties.checks.added_gradients import bias_gradient, sink_gradient
-from fa_verify.properties.checks.claims import CLAIMS, accuracy_of_all, in_turn
-from fa_verify.properties.checks.ways import one_way
+from fa_verify.properties.guarantees.added_gradients import bias_gradient, sink_gradient
+from fa_verify.properties.guarantees.claims import CLAIMS, accuracy_of_all, in_turn
+from fa_verify.properties.guarantees.ways import one_way
 from fa_verify.properties.kinds.registry import kinds_of
 from fa_verify.properties.search.search import attack_one
 from fa_verify.session import mask_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.oracles.guarantee import G1
-from fa_verify.properties.checks.claims import accuracy_of_all
+from fa_verify.properties.guarantees.claims import accuracy_of_all
+from fa_verify.properties.kernels.declared_values import examples
 from fa_verify.properties.search.search import attack_one
 from fa_verify.properties.search.sizing import sized
-from fa_verify.properties.subjects.declared_values import examples
 from fa_verify.session import device_of, subject_of
 from fa_verify.shards import has_table
 

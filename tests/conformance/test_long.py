@@ -12,13 +12,13 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.large_memory import refusal_without_room
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.inputs.families import DOUT, INPUTS
-from fa_verify.properties.subjects.fitting import fitted
-from fa_verify.properties.subjects.refusals import RefusedError
+from fa_verify.properties.kernels.fitting import fitted
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.running.large_memory import refusal_without_room
 from fa_verify.shards import shared_kernels
 
 LENGTH = {"cpu": 700, "cuda": 65_536}

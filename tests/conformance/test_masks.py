@@ -12,9 +12,9 @@ import pytest
 
 from fa_verify.oracles.guarantee import FORMS, G1, T3
 from fa_verify.oracles.masks.codec import SHIPPED, mask_class
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import claims_of
-from fa_verify.properties.execution.replay_line import replay_line
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import claims_of
+from fa_verify.properties.running.replay_line import replay_line
 from fa_verify.pytest_plugin.environment import ON_GPU
 from fa_verify.session import is_ours, mask_of
 from fa_verify.simulator.interpreter.dot_order import dots_in_order

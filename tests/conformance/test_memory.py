@@ -10,7 +10,7 @@ from fa_verify.oracles.guarantee import G6
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
+from fa_verify.properties.guarantees import claims
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 
 

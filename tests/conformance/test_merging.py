@@ -1,6 +1,6 @@
 """S1 and S2: merged attention states, and a ring over parts of the keys.
 
-For subjects that declare ``states``. ``properties/checks/merging.py`` holds the checks.
+For subjects that declare ``states``. ``properties/guarantees/merging.py`` holds the checks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.oracles.problem import DTYPES
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 
 CASES = [
     pytest.param(claim, id=claim.name, marks=pytest.mark.asks(claim.guarantee))

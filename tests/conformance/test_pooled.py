@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.guarantees.claims import checks_of
 
 # (dtype, seed, batch entries, heads, mask): windows with empty rows, a predicate, and a map of
 # blocks. The seeds give small blocks, blocks of several tiles, and a single block.

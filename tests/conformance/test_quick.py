@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.checks.claims import BY_NAME, in_turn
+from fa_verify.properties.guarantees.claims import BY_NAME, in_turn
 from fa_verify.properties.search.search import attack_one
 from fa_verify.properties.search.sizing import sized
 from fa_verify.quick import entries_for

@@ -11,11 +11,11 @@ from fa_verify.oracles.guarantee import G1, G12
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.agreement import agree
-from fa_verify.properties.execution.trial import run_subject
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.agreement import agree
 from fa_verify.properties.inputs.alibi_families import NO_ALIBI
 from fa_verify.properties.inputs.tensors import Inputs
+from fa_verify.properties.running.trial import run_subject
 
 # Small enough for all tensors to fit between the distant elements of one tensor.
 SMALL = {"max_seqlen": 48, "max_cost": 12, "max_pairs": 0, "tile": 16}

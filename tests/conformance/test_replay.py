@@ -9,14 +9,14 @@ import pytest
 
 from fa_verify.oracles.call import changed
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of, in_turn
-from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.large_memory import larger_than_the_machine
+from fa_verify.properties.guarantees.claims import checks_of, in_turn
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.guarantees.same_bits import CHECKS as SAME_BITS
+from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.kinds.registry import kinds_of
+from fa_verify.properties.running.large_memory import larger_than_the_machine
 from fa_verify.properties.search.corpus import CorpusEntry, NotReplayableError
 from fa_verify.properties.search.search import plainest
-from fa_verify.properties.subjects.refusals import RefusedError
 from fa_verify.session import NOT_ASKED, is_ours
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 

@@ -1,7 +1,7 @@
 """I1, I2, I4 and I5 at the sizes at which schedulers change.
 
 For subjects that declare ``same_bits``.
-``properties/checks/same_bits.py`` holds the checks.
+``properties/guarantees/same_bits.py`` holds the checks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.same_bits import CHECKS
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
+from fa_verify.properties.guarantees.same_bits import CHECKS
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 # Sizes at which schedulers of other kernels change: one row, few rows against long keys, many

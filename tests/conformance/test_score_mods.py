@@ -9,7 +9,7 @@ import pytest
 from fa_verify.oracles.guarantee import G1, T3
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of, claims_of
+from fa_verify.properties.guarantees.claims import checks_of, claims_of
 from fa_verify.properties.inputs.families import NO_SINKS
 
 CLAIMS = [

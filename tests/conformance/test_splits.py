@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.guarantee import T3
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import claims_of
+from fa_verify.properties.guarantees.claims import claims_of
 
 CLAIMS = [
     pytest.param(x, id=x.name, marks=pytest.mark.asks(x.guarantee))

@@ -17,12 +17,12 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import DTYPES, Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.invariance import OTHER_DTYPE, neighbours, one_change_each
-from fa_verify.properties.comparison.agreement import agree
-from fa_verify.properties.execution.replay_line import replay_line
-from fa_verify.properties.execution.trial import run_subject
-from fa_verify.properties.subjects.narrowing import narrowed
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.agreement import agree
+from fa_verify.properties.guarantees.invariance import OTHER_DTYPE, neighbours, one_change_each
+from fa_verify.properties.kernels.narrowing import narrowed
+from fa_verify.properties.running.replay_line import replay_line
+from fa_verify.properties.running.trial import run_subject
 from fa_verify.session import OURS
 from fa_verify.shards import shards_of
 

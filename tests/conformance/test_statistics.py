@@ -7,7 +7,7 @@ import pytest
 from fa_verify.oracles.guarantee import RMS
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import identities, statistics
+from fa_verify.properties.guarantees import identities, statistics
 
 # Enough rows for a sharp threshold.
 LENGTH = {"cpu": 192, "cuda": 2048}

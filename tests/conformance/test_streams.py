@@ -8,7 +8,7 @@ from fa_verify.oracles.guarantee import G15
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.guarantees.claims import checks_of
 
 PROBLEMS = {
     "plain": {"M": 256, "N": 256},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa_verify.oracles.guarantee import G11
-from fa_verify.properties.checks import claims
+from fa_verify.properties.guarantees import claims
 from fa_verify.shards import Shard
 
 # Tile pairs of a problem in the interpreter, where each split of a tile is a program of its own.

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 from fa_verify.oracles.guarantee import ATTAINED
-from fa_verify.properties.checks import claims
+from fa_verify.properties.guarantees import claims
 from fa_verify.session import is_ours
 from fa_verify.shards import Shard
 

@@ -16,20 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Mutant, Verdict
-from fa_verify.diagnosis.outcomes import Outcome, outcome, write
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import Ended, in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.mutant import Mutant, Verdict
+from tests.mutation.catalogue.operators import HOPPER_SITES, draw, mechanical
+from tests.mutation.catalogue.outcomes import Outcome, outcome, write
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.harness import sites
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.operators import HOPPER_SITES, draw, mechanical
 from tests.mutation.report import failed, summary, tables
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.running.trial import PlannedRun
     from tests.mutation.judging.trials import Step
 
 SOURCES = ("harness", "faults", "independent", "subtle", "mechanical", "hopper")
@@ -138,7 +138,7 @@ def _harness(options: argparse.Namespace) -> list[Outcome]:
     warm_up()
     chosen = [("harness", x) for x in HARNESS]
     if options.every:
-        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
+        sources = sources_of("oracles", "properties", "fa_verify")
         sampled = sites.sample(sources, options.every, options.seed)
         chosen += [("sampled", x) for x in sampled]
     chosen = [(source, x) for source, x in chosen if options.only in x.name]
@@ -149,7 +149,7 @@ def _kernels(
     kernels: dict[str, str], chosen: list[tuple[str, Mutant]], options: argparse.Namespace
 ) -> list[Outcome]:
     interpret()
-    from fa_verify.subjects.emulation import emulate
+    from tests.altered.emulation import emulate
     from tests.mutation.judging.hopper import ON_HOPPER
     from tests.mutation.judging.trials import ORDINARY, QUICK, STEPS
     from tests.mutation.judging.verdict import asked, judged_kernels, warmed

@@ -10,9 +10,9 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.judging.interpreting import interpret
 
 __all__ = ["ABLATION"]

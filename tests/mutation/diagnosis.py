@@ -32,20 +32,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.table import markdown
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Mutant
-from fa_verify.diagnosis.named.entries import DICTIONARY
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.mutant import Mutant
+from tests.mutation.catalogue.named_faults import RECORDED
+from tests.mutation.catalogue.operators import mechanical
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.operators import mechanical
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
-    from fa_verify.properties.subjects.subject import Subject
+    from fa_verify.properties.kernels.subject import Subject
+    from fa_verify.properties.running.trial import PlannedRun
     from tests.mutation.judging.trials import Step
 
 __all__ = ["ACCEPTED", "LISTS", "RESULTS", "Outcome", "judged", "table"]
@@ -148,7 +148,7 @@ def _mutants() -> Iterator[tuple[str, Mutant]]:
 
 def _accepted(source: str, mutant: Mutant, listed: dict[str, dict[str, list[str]]]) -> list[str]:
     if source == "on record":
-        return [x.name for x in DICTIONARY if any(part in mutant.name for part in x.recorded)]
+        return [name for name, parts in RECORDED.items() if any(x in mutant.name for x in parts)]
     return listed[source].get(mutant.key or mutant.name, [])
 
 
@@ -186,10 +186,10 @@ def _diagnosed(subject: Subject, problem: object) -> tuple[str, tuple[str, ...],
 
 def _of_pytorch(listed: dict[str, dict[str, list[str]]]) -> Iterator[Outcome]:
     """Yields the outcomes of the faults in plain PyTorch, with the problems of their tests."""
-    from fa_verify.properties.subjects.subject import Subject
-    from tests.unit.properties.checks.test_minimal_problems import BROKEN
+    from fa_verify.properties.kernels.subject import Subject
+    from tests.unit.properties.guarantees.test_minimal_problems import BROKEN
+    from tests.unit.properties.kernels.broken_subjects import Eager
     from tests.unit.properties.search.test_causes import PLANTED, runner_of
-    from tests.unit.properties.subjects.broken_subjects import Eager
 
     subjects = []
     for fault, _, drawn, problems in BROKEN.values():

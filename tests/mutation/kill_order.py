@@ -13,9 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from fa_verify.diagnosis.mutant import Mutant
-from fa_verify.diagnosis.outcomes import Outcome
 from fa_verify.forks import Ended
+from tests.mutation.catalogue.mutant import Mutant
+from tests.mutation.catalogue.outcomes import Outcome
 from tests.mutation.judging.trials import Step
 
 __all__ = ["FILE", "UNIT_TESTS", "History", "kill_order", "remember"]

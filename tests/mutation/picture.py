@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from fa_verify.diagnosis.outcomes import Outcome
+from tests.mutation.catalogue.outcomes import Outcome
 
 __all__ = ["draw"]
 

@@ -35,18 +35,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Mutant
-from fa_verify.diagnosis.subtle import SUBTLE
 from fa_verify.forks import in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.mutant import Mutant
+from tests.mutation.catalogue.operators import mechanical
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.harness.sites import rate_interval
 from tests.mutation.judging.interpreting import interpret
-from tests.mutation.mutants.operators import mechanical
 
 if TYPE_CHECKING:
-    from fa_verify.properties.execution.trial import PlannedRun
+    from fa_verify.properties.running.trial import PlannedRun
     from tests.mutation.judging.trials import Step
 
 BATCH = 12
@@ -192,8 +192,8 @@ def _choose(
 
 def _cost(step: Step, planned: PlannedRun) -> float:
     """The CPU time of a problem and its checks on the correct kernels."""
-    from fa_verify.properties.subjects.subject import Subject
-    from fa_verify.subjects.ours import flash_attention
+    from fa_verify.adapters.ours import flash_attention
+    from fa_verify.properties.kernels.subject import Subject
     from tests.mutation.judging.trials import CHECKS
 
     started = time.process_time()

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from fa_verify.diagnosis.outcomes import ENDS, Outcome
+from tests.mutation.catalogue.outcomes import ENDS, Outcome
 from tests.mutation.harness.sites import rate_interval
 
 __all__ = ["failed", "markdown_table", "summary", "tables"]

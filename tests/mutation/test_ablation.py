@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.properties.checks.claims import checks_of
+from fa_verify.properties.guarantees.claims import checks_of
 from tests.mutation.ablation import ABLATION
 
 pytest.importorskip("triton")

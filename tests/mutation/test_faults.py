@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.outcomes import read
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.outcomes import read
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from types import ModuleType
 
 import torch
 
-from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
-from fa_verify.diagnosis.mutant import Edit, Mutant, mutated
+from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
+from tests.mutation.catalogue.mutant import Edit, Mutant, mutated
 from tests.sanitizers.planted import PLANTED
 
 __all__ = ["FAULTS", "main"]

@@ -40,16 +40,16 @@ def mutants() -> dict[str, Any]:
     Written mutants are listed by name. Mechanical mutants are counted by function and operator,
     because their names contain text of the source.
     """
-    from fa_verify.diagnosis.copies import sources_of
-    from fa_verify.diagnosis.faults import FAULTS
-    from fa_verify.diagnosis.independent import INDEPENDENT
-    from fa_verify.diagnosis.mutant import StaleError, mutated
-    from fa_verify.diagnosis.subtle import SUBTLE
+    from tests.mutation.catalogue.copies import sources_of
+    from tests.mutation.catalogue.faults import FAULTS
+    from tests.mutation.catalogue.hardware import HARDWARE
+    from tests.mutation.catalogue.independent import INDEPENDENT
+    from tests.mutation.catalogue.mutant import StaleError, mutated
+    from tests.mutation.catalogue.operators import HOPPER_SITES, mechanical
+    from tests.mutation.catalogue.subtle import SUBTLE
     from tests.mutation.harness.mutants import HARNESS
-    from tests.mutation.mutants.hardware import HARDWARE
-    from tests.mutation.mutants.operators import HOPPER_SITES, mechanical
 
-    sources = sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
+    sources = sources_of("fa_kernels", "oracles", "properties", "fa_verify")
     found: dict[str, Any] = {}
     lists = {
         "faults": FAULTS, "independent": INDEPENDENT, "subtle": SUBTLE, "harness": HARNESS,

@@ -15,13 +15,13 @@ from unittest import mock
 import torch
 
 import fa_kernels
+from fa_verify.adapters import ours
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.subjects import ours
-from fa_verify.subjects.emulation import emulate
+from fa_verify.properties.kernels.subject import Subject
+from tests.altered.emulation import emulate
 from tests.snapshots.calls import Inputs, answer
 from tests.snapshots.problems import cases
 

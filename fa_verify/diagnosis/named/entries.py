@@ -1,7 +1,7 @@
 """The dictionary: all faults that a diagnosis can name.
 
-The list was made from ``faults.py``. An entry names the faults on record whose computation it
-repeats; others complete a series, such as the second edge of a window.
+The list was made from faults that projects have shipped, which its entries name; others complete a
+series, such as the second edge of a window.
 """
 
 from __future__ import annotations

@@ -248,22 +248,24 @@ def _of_ranges(change: Change) -> Change:
     return changed
 
 
-def _mask(name: str, says: str, change: Change, *recorded: str) -> Named:
+def _mask(name: str, says: str, change: Change, on_record: str = "") -> Named:
     """Return a fault of the mask of elements, of the ranges of tiles, or of both."""
     forms = (untiled(change), _of_elements(change), _of_ranges(change))
-    return Named(name, says, forms, tiles="mn", recorded=recorded)
+    return Named(name, says, forms, tiles="mn", on_record=on_record)
 
 
 MASKS: tuple[Named, ...] = (
     _mask("diagonal hidden", "the mask's right edge were one key too near: the diagonal of a "
-          "causal mask is hidden", _edges(0, -1), "the diagonal is not visible"),
+          "causal mask is hidden", _edges(0, -1),
+          on_record="transformers#39408, #29623; vllm#3385"),
     _mask("right edge late", "the mask's right edge let one key more in", _edges(0, 1)),
     _mask("window edge hidden", "the far edge of the window were hidden", _edges(-1, 0),
-          "the far edge of the window"),
+          on_record="transformers#39408, #29623; vllm#3385"),
     _mask("window edge late", "the far edge of the window let one key more in", _edges(1, 0)),
     _mask("top left", "positions were aligned to the top left, not to the bottom right",
-          _top_left, "positions are aligned to the top left"),
-    _mask("always causal", "the mask were always causal", _always_causal, "always causal"),
+          _top_left, on_record="flash-attention#282, #402, @9e5e8bc9; ffpa-attn#300"),
+    _mask("always causal", "the mask were always causal", _always_causal,
+          on_record="triton#4541, #5660, #4174, #7216"),
     _mask("right edge ignored", "keys to the right were never hidden",
           _without(False, True, False)),
     _mask("window ignored", "the window had no far edge", _without(True, False, False)),
@@ -271,14 +273,20 @@ MASKS: tuple[Named, ...] = (
           _without(False, False, True)),
     _mask("mask ignored", "the mask hid nothing but padding", _without(True, True, True)),
     Named("padded keys", "keys past the end of a sequence took part, with what they hold",
-          (_padded_keys_seen, _padded_keys_past), recorded=("padding keys of the tail tile",)),
+          (_padded_keys_seen, _padded_keys_past),
+          on_record="flashinfer#5090; fla@d7150bf9; FlagAttention@18a4f44; "
+                    "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; "
+                    "cudnn-frontend#160"),
     Named("zero keys", "the padding of the ragged last key tile took part, with scores of 0",
           (_zero_keys(False, True, True), _zero_keys(False, False, True),
            _zero_keys(True, False, True), _zero_keys(False, False, False)), tiles="mn",
-          recorded=("padding keys of the tail tile",)),
+          on_record="flashinfer#5090; fla@d7150bf9; FlagAttention@18a4f44; "
+                    "flash-attention@a4f148b6, @c65b5106, #443; pytorch#196678; trl#7181; "
+                    "cudnn-frontend#160"),
     Named("padded rows", "rows past the end of a sequence took part, with an lse of 0",
-          (_padded_rows,), ("dk and dv",), recorded=("rows past M take part",)),
+          (_padded_rows,), ("dk and dv",),
+          on_record="cudnn-frontend#1072; tokamax#316; tilelang#2461"),
     Named("finite mask", "hidden keys had a finite score in place of -inf",
           _HIDDEN, ("everywhere", "forward", "the forward alone"), "mn",
-          recorded=("the mask's value is",)),
+          on_record="lattice#361, #373; TransformerLens#366"),
 )  # fmt: skip

@@ -173,7 +173,7 @@ def _those_of(other: str) -> Callable[[Inputs, torch.Tensor], tuple[int, ...]]:
 MEMORY: tuple[Named, ...] = (
     Named("padding times 0", "what padding holds were multiplied by weights of 0",
           tuple(map(_reads, ("v", "k v", "k", "q dout", "dout", "q"))),
-          recorded=("the load of v has no mask", "the load of k has none")),
+          on_record="vllm#936; flash-attention#1745, #1395; vllm#30887; SageAttention#377"),
     Named("tail rows unwritten", "rows of the ragged last query tile were not written",
           after=_unwritten(_tail_rows), tiles="m"),
     Named("tail rows of out unwritten", "rows of the ragged last query tile were not written in "
@@ -185,8 +185,7 @@ MEMORY: tuple[Named, ...] = (
           "rows of the next one", (_overflows("out"), _overflows("out lse")), FORWARD, "m"),
     Named("read as contiguous", "a tensor were read as if it were contiguous",
           (*(_strided(names, _contiguous)
-             for names in ("q k v dout", "q", "k", "v", "k v", "dout")), _sinks_contiguous),
-          recorded=("sinks: they are read as if they were contiguous",)),
+             for names in ("q k v dout", "q", "k", "v", "k v", "dout")), _sinks_contiguous)),
     Named("heads and rows exchanged", "a tensor were read with the strides of its heads and rows "
           "exchanged", tuple(_strided(names, _exchanged)
                              for names in ("q k v dout", "q", "k", "v", "k v", "dout"))),
@@ -194,9 +193,13 @@ MEMORY: tuple[Named, ...] = (
           tuple(_strided(name, _those_of(other)) for name, other in (
               ("k", "v"), ("v", "k"), ("q", "k"), ("k", "q"), ("dout", "q"), ("q", "dout")))),
     Named("nothing without keys", "nothing were written where there are no keys",
-          after=_unwritten(_no_keys), recorded=("no forward where there are no keys",)),
+          after=_unwritten(_no_keys),
+          on_record="flashinfer#4452, #4451, #353, #363, #440; "
+                    "flash-attention@a3a257c7, #2562, #2421; aiter#1442"),
     Named("nothing without rows", "dk and dv were not written where there are no rows",
-          after=_unwritten(_no_rows), recorded=("no dk and dv where there are no rows",)),
+          after=_unwritten(_no_rows),
+          on_record="flashinfer#4452, #4451, #353, #363, #440; "
+                    "flash-attention#2568, @db2f8069"),
     Named("heads past a multiple of 8", "heads past a multiple of eight were not written",
-          after=_unwritten(_heads_past_8), recorded=("heads beyond a multiple of eight",)),
+          after=_unwritten(_heads_past_8)),
 )  # fmt: skip

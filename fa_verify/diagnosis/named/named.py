@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from fa_verify.diagnosis.faults import FAULTS
 from fa_verify.diagnosis.named.passes import PASSES, Case, Computed, Pass, computed
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 
@@ -55,7 +53,7 @@ class Named:
         changes: The forms in which kernels have it.
         places: The passes in which it may stand, keys of ``PLACES``.
         tiles: The axes, out of "mn", whose tile width the result depends on.
-        recorded: Beginnings of the names of faults on record that compute this.
+        on_record: Projects that shipped the fault, with issues or commits; may be empty.
         after: The change is one of outputs.
     """
 
@@ -64,21 +62,12 @@ class Named:
     changes: tuple[Change, ...] = ()
     places: tuple[str, ...] = _ANY
     tiles: str = ""
-    recorded: tuple[str, ...] = ()
+    on_record: str = ""
     after: After | None = None
 
     def axes(self, form: int) -> str:
         """Return the axes whose tile width a form depends on."""
         return "" if self.changes and self.changes[form] in _UNTILED else self.tiles
-
-    @cached_property
-    def on_record(self) -> str:
-        """The places where the fault was shipped, "independent" left out; may be empty."""
-        origins = (
-            x.origin for x in FAULTS for start in self.recorded
-            if start in x.name and not x.origin.startswith(("independent", "published"))
-        )  # fmt: skip
-        return "; ".join(dict.fromkeys(part for x in origins for part in x.split("; ")))
 
 
 def untiled(change: Change) -> Change:

@@ -89,12 +89,12 @@ _SERIES = tuple(
 TILES: tuple[Named, ...] = (
     *_SERIES,
     Named("diagonal stage", "the tiles of keys ended where the query tile does",
-          (_diagonal_stage,), tiles="mn", recorded=("the diagonal stage ends",)),
+          (_diagonal_stage,), tiles="mn", on_record="triton#8853"),
     Named("uneven splits", "the key tiles that do not divide evenly among the splits were left out",
-          (_of_splits(_even),), FORWARD, "mn", ("do not divide evenly",)),
+          (_of_splits(_even),), FORWARD, "mn", on_record="rocMLIR#2371"),
     Named("split left out", "the first or the last split of the keys were left out",
           (_of_splits(lambda p, tiles: split_of(p, tiles) > 0),
            _of_splits(lambda p, tiles: split_of(p, tiles) < p.case.splits - 1)), FORWARD, "mn"),
     Named("dq overwritten", "the last key tile overwrote dq", (_overwritten,), ("dq",),
-          "mn", ("the last key tile overwrites dq",)),
+          "mn", on_record="levanter#449; fla#889"),
 )  # fmt: skip

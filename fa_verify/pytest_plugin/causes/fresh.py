@@ -72,8 +72,8 @@ def _main(text: str) -> list[bool | None]:
     # Set up the process as the plugin does, before kernels are loaded.
     import fa_verify.pytest_plugin.environment  # noqa: F401
     from fa_verify.oracles.calls.codec import call_from_json
-    from fa_verify.properties.checks.claims import BY_NAME
-    from fa_verify.properties.execution.tally import Tally
+    from fa_verify.properties.guarantees.claims import BY_NAME
+    from fa_verify.properties.running.tally import Tally
     from fa_verify.properties.search.search import Runner
     from fa_verify.session import subject_from
 

@@ -21,19 +21,19 @@ import pytest
 from fa_verify.breadth import combinations_of
 from fa_verify.conformance_process import Status
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.trial import AttentionTrial, SubjectError, run_trial
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.declared_values import not_drawn
+from fa_verify.properties.kernels.refusals import RefusedError
+from fa_verify.properties.kernels.without_gpu import CANNOT_RUN
+from fa_verify.properties.running.trial import AttentionTrial, SubjectError, run_trial
 from fa_verify.properties.search.failure import SECONDS as FAILURE_SECONDS
 from fa_verify.properties.search.failure import Beyond, Failure
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.declared_values import not_drawn
-from fa_verify.properties.subjects.refusals import RefusedError
-from fa_verify.properties.subjects.without_gpu import CANNOT_RUN
 from fa_verify.pytest_plugin.causes.confirming import answers_of, confirmed
 from fa_verify.pytest_plugin.causes.fresh import FreshProcesses
 from fa_verify.pytest_plugin.causes.shared import Shared
-from fa_verify.pytest_plugin.causes.verdict import Explained, explained, fitted, title, verdict
-from fa_verify.pytest_plugin.statuses import Counts, gives_status
+from fa_verify.reporting.statuses import Counts, gives_status
+from fa_verify.reporting.verdict import Explained, explained, fitted, title, verdict
 from fa_verify.session import (
     CONFORMANCE,
     NOT_ASKED,
@@ -62,7 +62,7 @@ _SUITE = Path(__file__).parents[2]
 _NOT_OF_KERNELS = (
     str(_SUITE), str(CONFORMANCE), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 )  # fmt: skip
-_ADAPTERS = str(_SUITE / "subjects")
+_ADAPTERS = str(_SUITE / "adapters")
 # Time to draw the problems of a failed test again.
 SECONDS = 60.0
 # Features of a mask that is aligned to another corner.

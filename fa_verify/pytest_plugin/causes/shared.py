@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.properties.search.causes import Known, RootCause
 
 __all__ = ["Shared"]

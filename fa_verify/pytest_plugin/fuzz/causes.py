@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.properties.running.atomic_write import write_atomically
 from fa_verify.properties.search.corpus import Cause
 
 __all__ = ["Causes"]

@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from fa_verify.properties.execution.atomic_write import write_atomically
+from fa_verify.properties.running.atomic_write import write_atomically
 
 __all__ = ["Clock", "seconds_of_a_turn"]
 

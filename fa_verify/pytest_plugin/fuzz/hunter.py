@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fa_verify.oracles.call import Call, changed
-from fa_verify.properties.checks.claims import Check
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.claims import Check
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.search.corpus import Cause, CorpusEntry, keep
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally, ratio_text
+from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.running.tally import Tally, ratio_text
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner
 from fa_verify.pytest_plugin.fuzz.causes import Causes
@@ -48,11 +48,8 @@ def minutes_of(config: pytest.Config) -> float | None:
     minutes = number_of(config, "minutes", "minutes", WEEK)
     if minutes is None:
         return None
-    for option in ("--fa-replay", "--fa-mutation"):
-        if config.getoption(option):
-            raise pytest.UsageError(
-                f"--fa-minutes and {option} exclude each other: pass one of them"
-            )
+    if config.getoption("--fa-replay"):
+        raise pytest.UsageError("--fa-minutes and --fa-replay exclude each other: pass one of them")
     profile = config.getoption("--hypothesis-profile")
     if profile not in (None, PROFILE):
         raise pytest.UsageError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.diagnosis.mutant import Kill
+from tests.mutation.catalogue.mutant import Kill
 
 __all__ = ["first_failure", "unit_test_file"]
 

@@ -7,7 +7,7 @@ have to kill each mutant, the quickest first.
 
 from __future__ import annotations
 
-from fa_verify.diagnosis.mutant import Mutant, faults_of
+from tests.mutation.catalogue.mutant import Mutant, faults_of
 
 __all__ = ["HARNESS"]
 
@@ -146,7 +146,7 @@ _REFERENCES = (
 )
 _CHECKS = (
     *faults_of(
-        "properties/comparison/agreement.py",
+        "properties/guarantees/agreement.py",
         "test_agreement",
         (
             "a run is compared with itself",
@@ -160,18 +160,18 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/added_gradients.py",
+        "properties/guarantees/added_gradients.py",
         "test_bias",
         ("NaN passes", "bad = ratio > 1", "bad = (got - want).abs() > limit"),
     ),
     *faults_of(
-        "properties/checks/closed_form.py",
+        "properties/guarantees/closed_form.py",
         "test_closed_form",
         ("one key more is a rounding", "~(got == want)\n", "~((got - want).abs() <= 1)\n"),
         ("out below 1 is 1", "live & ~(out == 1)", "live & (out > 1)"),
     ),
     *faults_of(
-        "properties/execution/ratios.py",
+        "properties/running/ratios.py",
         "test_compare test_agreement",
         (
             "NaN is no error",
@@ -192,12 +192,12 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/identities.py",
+        "properties/guarantees/identities.py",
         "test_identities",
         ("no sum alone is too large", "most * identity.spread", "64 * most * identity.spread"),
     ),
     *faults_of(
-        "properties/checks/invariance.py",
+        "properties/guarantees/invariance.py",
         "test_invariance test_guarantees",
         (
             "a dout of ones is held to another's bound",
@@ -231,7 +231,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/masking.py",
+        "properties/guarantees/masking.py",
         "test_masking test_guarantees",
         (
             "dout of empty rows is 0",
@@ -246,7 +246,7 @@ _CHECKS = (
         ("the exponent of P is exact", "exponent_error=error.", "exponent_error=0 * error."),
     ),
     *faults_of(
-        "properties/checks/pooled.py",
+        "properties/guarantees/pooled.py",
         "test_pooled_checks",
         (
             "another run is the first",
@@ -260,7 +260,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/limits.py",
+        "properties/guarantees/limits.py",
         "test_limits",
         (
             "sums are not weighted",
@@ -289,7 +289,7 @@ _CHECKS = (
         ),
     ),
     *faults_of(
-        "properties/checks/statistics.py",
+        "properties/guarantees/statistics.py",
         "test_statistics",
         (
             "a row is its first column",
@@ -301,7 +301,7 @@ _CHECKS = (
 )
 _RUNS = (
     *faults_of(
-        "properties/execution/trial.py",
+        "properties/running/trial.py",
         "test_trial test_search test_guarantees",
         (
             "an infinite bound passes",
@@ -321,7 +321,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/execution/settings.py",
+        "properties/running/settings.py",
         "test_search",
         (
             "a changed setting stays",
@@ -335,7 +335,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/refusals.py",
+        "properties/kernels/refusals.py",
         "test_search",
         (
             "a call that a machine cannot run is an error",
@@ -344,7 +344,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/declared_values.py",
+        "properties/kernels/declared_values.py",
         "test_declared_values",
         (
             "a value that no call had is not named",
@@ -358,7 +358,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "properties/subjects/subject.py",
+        "properties/kernels/subject.py",
         "test_subject",
         (
             "base 2 is converted in the dtype of lse",
@@ -382,7 +382,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/rounding.py",
+        "fa_verify/simulator/interpreter/rounding.py",
         "test_interpreter",
         (
             "ties go up",
@@ -396,7 +396,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/repair.py",
+        "fa_verify/simulator/interpreter/repair.py",
         "test_interpreter",
         (
             "masked-off lanes are 0",
@@ -405,7 +405,7 @@ _RUNS = (
         ),
     ),
     *faults_of(
-        "simulator/interpreter/addresses.py",
+        "fa_verify/simulator/interpreter/addresses.py",
         "test_interpreter_addresses",
         (
             "an earlier launch's tensors count",
@@ -466,7 +466,7 @@ _VERDICTS = (
         ),
     ),
     *faults_of(
-        "properties/execution/tally.py",
+        "properties/running/tally.py",
         "test_tally",
         (
             "problems that differ in the seed are one",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.mutation.mutants.operators import (
+from tests.mutation.catalogue.operators import (
     Change,
     Operator,
     Source,

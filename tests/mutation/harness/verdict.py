@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from fa_verify.diagnosis.copies import sources_of
-from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
+from tests.mutation.catalogue.copies import sources_of
+from tests.mutation.catalogue.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.harness.first_failure import first_failure, unit_test_file
 from tests.mutation.judging.hangs import kills_within
 
@@ -73,7 +73,7 @@ def judged_harness(mutant: Mutant) -> Verdict:
         raise ValueError(f"mutant {mutant.name!r} is caught by nothing")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        sources = sources_of("oracles", "properties", "simulator", "fa_verify")
+        sources = sources_of("oracles", "properties", "fa_verify")
         changed = {
             path: text for path, text in mutated(sources, mutant).items() if text != sources[path]
         }

@@ -1,4 +1,4 @@
 """The steps that judge a mutant of the kernels: problems with their checks, and unit tests.
 
-The mutants are in ``mutants``; mutants of the harness have their own judges in ``harness``.
+The mutants are in ``catalogue``; mutants of the harness have their own judges in ``harness``.
 """

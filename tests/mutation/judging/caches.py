@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from fa_verify.diagnosis.mutant import Kill, Mutant
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported_caches import hidden_first, lengthened
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported_caches import hidden_first, lengthened
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
+from tests.mutation.catalogue.mutant import Kill, Mutant
 from tests.mutation.judging.merging import kills_of_call
 
 __all__ = ["is_of_caches", "kills_by_caches"]

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Iterable
 from types import FrameType
 
-from fa_verify.diagnosis.mutant import Kill
-from fa_verify.diagnosis.outcomes import HANGS
+from tests.mutation.catalogue.mutant import Kill
+from tests.mutation.catalogue.outcomes import HANGS
 
 __all__ = ["kills_within"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from fa_verify.diagnosis.mutant import Kill
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import Check, checks_of
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.claims import Check, checks_of
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
+from tests.mutation.catalogue.mutant import Kill
 
 __all__ = ["FILES", "kills_by_merging", "kills_of_call"]
 

@@ -15,8 +15,8 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import BY_NAME, Check, checks_of
-from fa_verify.properties.checks.same_bits import CHECKS as SAME_BITS
+from fa_verify.properties.guarantees.claims import BY_NAME, Check, checks_of
+from fa_verify.properties.guarantees.same_bits import CHECKS as SAME_BITS
 
 __all__ = ["CHECKS", "ORDINARY", "QUICK", "STEPS", "Step"]
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Collection, Sequence
 from types import ModuleType
 
-from fa_verify.diagnosis.copies import PACKAGE
-from fa_verify.diagnosis.mutant import Kill
+from tests.mutation.catalogue.copies import PACKAGE
+from tests.mutation.catalogue.mutant import Kill
 from tests.mutation.harness.first_failure import first_failure, unit_test_file
 
 __all__ = ["TESTED_ALONE", "failure_of", "files_for", "is_of_hopper"]

@@ -11,14 +11,14 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType
 
-from fa_verify.diagnosis.copies import load
-from fa_verify.diagnosis.mutant import Kill, Mutant, Verdict, mutated
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.adapters.ours import adapted, flash_attention
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import AttentionTrial, PlannedRun, SubjectError, plan_run
 from fa_verify.simulator.interpreter.addresses import OutOfBoundsError
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
-from fa_verify.subjects.ours import adapted, flash_attention
+from tests.mutation.catalogue.copies import load
+from tests.mutation.catalogue.mutant import Kill, Mutant, Verdict, mutated
 from tests.mutation.judging.caches import is_of_caches, kills_by_caches
 from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.merging import FILES as MERGED

@@ -11,9 +11,9 @@ from benchmarks.exact_casts import exact_casts, rounded_once
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import run_subject
 from tests.unit.fa_verify.probing.black_boxes import kernel
 
 PROBLEM = Problem(H=2, Hk=2, M=200, N=200, D=64, Dv=64, dtype="bf16", inputs="times8")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import false_alarms
-from fa_verify.properties.subjects.loading import load
+from fa_verify.properties.kernels.loading import load
 
 EMULATED = "benchmarks/emulated.py:attention"
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import numerics, numerics_of_kernel, numerics_table
 from benchmarks.numerics_table import TABLES, report
 from docs import tables
-from fa_verify.registry import NAMED
+from fa_verify.adapters.registry import NAMED
 
 KERNELS = """
 import os

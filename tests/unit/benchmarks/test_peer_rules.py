@@ -26,7 +26,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.comparison.compare import largest_ratios
+from fa_verify.properties.guarantees.compare import largest_ratios
 from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import make
 

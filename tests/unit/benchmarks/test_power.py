@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import power
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.comparison.compare import Finding
-from fa_verify.properties.execution.trial import AttentionTrial, run_trial
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.compare import Finding
+from fa_verify.properties.running.trial import AttentionTrial, run_trial
 
 CASE = power.Case("normal", "fp32", 128)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.same_bits import KERNELS, table
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,7 +18,7 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.stream import normal
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 ROOT = Path(__file__).parents[3]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

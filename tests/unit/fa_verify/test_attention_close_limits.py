@@ -11,9 +11,9 @@ from benchmarks.closeness import scaled
 from fa_verify import Mask, Numerics, assert_attention_close
 from fa_verify.oracles.bounds import spread
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.checks import independence, limits
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.flash_attention_2 import FlashAttention2
+from fa_verify.properties.guarantees import independence, limits
+from fa_verify.properties.kernels.subject import Subject
+from tests.unit.properties.kernels.flash_attention_2 import FlashAttention2
 
 LIMITS = "limits of independent roundings"
 CAUSAL = Mask(causal=True)

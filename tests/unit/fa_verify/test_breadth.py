@@ -16,7 +16,7 @@ import torch
 from fa_verify import breadth
 from fa_verify.breadth import BREADTHS, breadth_of, choose_breadth
 from fa_verify.conformance.test_combinations import CASES, PARTS
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fa_verify import __main__ as command
-from fa_verify.registry import NAMED
+from fa_verify.adapters.registry import NAMED
 
 ROOT = Path(__file__).parents[3]
 REPLAY = '{"version":1,"M":2}'

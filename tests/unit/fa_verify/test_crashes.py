@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
+from fa_verify.properties.running.watchdog import EXIT_CUDA_ERROR, EXIT_HANG
 from fa_verify.pytest_plugin import crash_reports
 from fa_verify.pytest_plugin.crash_reports import CrashReports
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fa_verify.properties.checks.claims import accuracy
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.claims import accuracy
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.loading import load
 from fa_verify.quick import entries_for
 from tests.unit.fa_verify.test_command import run
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fa_verify import verify
-from fa_verify.properties.subjects.loading import load
+from fa_verify.properties.kernels.loading import load
 from tests.unit.fa_verify.test_inference_page import flash_attn_varlen_func, on_a_cpu
 
 PAGE = Path(__file__).parents[3] / "docs" / "the-first-hour.md"

@@ -18,8 +18,8 @@ import torch
 from fa_verify import verify
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
 
 pytest.importorskip("triton")
 PAGE = Path(__file__).parents[3] / "docs" / "inference-kernels.md"

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from fa_verify.mask_compilation import compilation_fault
 from fa_verify.oracles.masks import codec
+from fa_verify.properties.kernels.loading import load_mask
 from fa_verify.properties.problems.mask_examples import pictures
-from fa_verify.properties.subjects.loading import load_mask
 
 ROOT = Path(__file__).parents[3]
 MASKS = """

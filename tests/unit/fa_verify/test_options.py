@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from fa_verify.adapters.registry import NAMED
 from fa_verify.oracles.problem import Problem
 from fa_verify.pytest_plugin.fuzz.plugin import choose_workers
-from fa_verify.registry import NAMED
 from fa_verify.session import CONFORMANCE, OURS, device_of, is_ours, is_whole, subject_of
 
 ROOT = Path(__file__).parents[3]
@@ -235,7 +235,6 @@ def test_options_that_exclude_minutes_are_refused(options, says):
     given = {
         "--fa-minutes": "1",
         "--fa-replay": None,
-        "--fa-mutation": False,
         "--hypothesis-profile": None,
     }
     option = SimpleNamespace(numprocesses=None, dist="no")

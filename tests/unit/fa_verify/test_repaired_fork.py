@@ -13,7 +13,7 @@ import torch
 from fa_verify import verification, verify
 from fa_verify.oracles.problem import Problem
 from fa_verify.repaired_fork import in_repaired_fork
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]

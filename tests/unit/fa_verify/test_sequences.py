@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 import fa_kernels
+from fa_verify.adapters.ours import flash_attention
 from fa_verify.conformance.test_state import calls_of
-from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import run_subject
 from fa_verify.shards import shards_of
-from fa_verify.subjects.ours import flash_attention
 
 SUBJECT = Subject.of(flash_attention, "flash_attention")
 SIGNATURE = inspect.signature(fa_kernels.flash_attention)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.shards import Shard, larger_shards_of, shards_of
 
 pytest.importorskip("triton")
@@ -18,7 +18,7 @@ def _classes(shards: list[Shard]) -> set[int]:
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp64"])
 def test_every_dtype_has_head_dims_of_every_class(dtype: str) -> None:
-    from fa_verify.subjects.ours import flash_attention
+    from fa_verify.adapters.ours import flash_attention
 
     subject = Subject.of(flash_attention, "flash_attention")
     shards = [

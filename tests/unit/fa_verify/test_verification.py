@@ -12,12 +12,12 @@ import fa_verify
 from fa_verify import Report, verify
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import claims_of
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.guarantees.claims import claims_of
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.verification import _asked
-from tests.unit.properties.checks.test_cache_checks import attend, drops_the_append
-from tests.unit.properties.checks.test_merging_checks import torch_merge
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.guarantees.test_cache_checks import attend, drops_the_append
+from tests.unit.properties.guarantees.test_merging_checks import torch_merge
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 SOME = ("G1", "G2", "G6", "G8", "G10")
 

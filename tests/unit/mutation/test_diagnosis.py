@@ -6,11 +6,13 @@ import tomllib
 
 import pytest
 
-from fa_verify.diagnosis.independent import INDEPENDENT
 from fa_verify.diagnosis.named.entries import DICTIONARY
-from fa_verify.diagnosis.subtle import SUBTLE
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.named_faults import RECORDED
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.diagnosis import ACCEPTED, LISTS, Outcome, drawn, judged, table
-from tests.unit.properties.checks.test_minimal_problems import BROKEN
+from tests.unit.properties.guarantees.test_minimal_problems import BROKEN
 from tests.unit.properties.search.test_causes import PLANTED
 
 LISTED = tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))
@@ -25,6 +27,19 @@ def test_names_that_count_as_right_are_in_the_dictionary():
     given = {name for of in LISTED.values() for names in of.values() for name in names}
     assert given <= known
     assert {*LISTED} <= {*LISTS}
+
+
+def test_entries_have_the_origins_of_faults_on_record():
+    """The product has the origins without the faults, which are edits of the kernels here."""
+    assert {*RECORDED} <= {x.name for x in DICTIONARY}
+    for entry in DICTIONARY:
+        origins: list[str] = []
+        for part in RECORDED.get(entry.name, ()):
+            faults = [x for x in FAULTS if part in x.name]
+            assert faults, (entry.name, part)
+            origins += [x.origin for x in faults]
+        shipped = [x for x in origins if not x.startswith(("independent", "published"))]
+        assert {*entry.on_record.split("; ")} == {*"; ".join(shipped).split("; ")}, entry.name
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import ast
 
 import pytest
 
-from fa_verify.diagnosis.copies import sources_of
-from fa_verify.diagnosis.mutant import mutated
+from tests.mutation.catalogue.copies import sources_of
+from tests.mutation.catalogue.mutant import mutated
+from tests.mutation.catalogue.operators import mechanical
 from tests.mutation.harness.first_failure import unit_test_file
 from tests.mutation.harness.operators import HARNESS_OPERATORS
 from tests.mutation.harness.sites import FOLDERS, TESTS, rate_interval, sample
-from tests.mutation.mutants.operators import mechanical
 
-SOURCES = sources_of("oracles", "properties", "simulator", "fa_verify")
+SOURCES = sources_of("oracles", "properties", "fa_verify")
 
 
 def made(expression: str) -> set[str]:

@@ -8,14 +8,14 @@ from functools import cache
 
 import pytest
 
-from fa_verify.diagnosis.copies import sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.independent import INDEPENDENT
-from fa_verify.diagnosis.mutant import Edit, Mutant, StaleError, mutated
-from fa_verify.diagnosis.subtle import SUBTLE
+from tests.mutation.catalogue.copies import sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.hardware import HARDWARE
+from tests.mutation.catalogue.independent import INDEPENDENT
+from tests.mutation.catalogue.mutant import Edit, Mutant, StaleError, mutated
+from tests.mutation.catalogue.subtle import SUBTLE
 from tests.mutation.harness.first_failure import unit_test_file
 from tests.mutation.harness.mutants import HARNESS
-from tests.mutation.mutants.hardware import HARDWARE
 
 LISTS: dict[str, tuple[Mutant, ...]] = {
     "faults": FAULTS,
@@ -31,7 +31,7 @@ ALL = [
 
 @cache
 def sources() -> dict[str, str]:
-    return sources_of("fa_kernels", "oracles", "properties", "simulator", "fa_verify")
+    return sources_of("fa_kernels", "oracles", "properties", "fa_verify")
 
 
 @pytest.mark.parametrize("mutant", ALL)

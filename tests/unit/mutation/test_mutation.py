@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.faults import FAULTS
-from fa_verify.diagnosis.mutant import Edit, Kill, Mutant, Verdict, mutated
-from fa_verify.diagnosis.outcomes import HANGS, Outcome, outcome, read, write
 from fa_verify.forks import Ended, in_forks
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.faults import FAULTS
+from tests.mutation.catalogue.mutant import Edit, Kill, Mutant, Verdict, mutated
+from tests.mutation.catalogue.operators import HOPPER_SITES, OPERATORS, SITES, draw, mechanical
+from tests.mutation.catalogue.outcomes import HANGS, Outcome, outcome, read, write
 from tests.mutation.judging import interpreting
 from tests.mutation.judging.hangs import kills_within
 from tests.mutation.judging.trials import QUICK, STEPS
 from tests.mutation.judging.unit_tests import FILES, OF_THE_CALL
 from tests.mutation.kill_order import UNIT_TESTS, History, kill_order, remember
-from tests.mutation.mutants.operators import HOPPER_SITES, OPERATORS, SITES, draw, mechanical
 from tests.mutation.report import failed, summary, tables
 
 ROOT = Path(__file__).parents[3]

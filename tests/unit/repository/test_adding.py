@@ -19,18 +19,18 @@ from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls import codec
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
 from fa_verify.properties.inputs import families, sampling
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds import registry
 from fa_verify.properties.kinds.feature import phrase
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.causes import Known
 from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PAGE = Path(__file__).parents[3] / "docs" / "adding.md"
 

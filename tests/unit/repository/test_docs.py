@@ -30,7 +30,7 @@ from fa_verify import attention_kernel
 from fa_verify.__main__ import parsed
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.claims import CLAIMS
+from fa_verify.properties.guarantees.claims import CLAIMS
 from fa_verify.simulator.interpreter.dot_order import dots_in_order
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 RUN = (
     "python -m pytest tests/unit/oracles/masks/test_mask.py -k dense",
     "python -m tests.mutation --help",
-    "python -m fa_verify.pytest_plugin.findings --help",
+    "python -m benchmarks.findings --help",
 )
 OF_THE_COMMAND = "tests/unit/fa_verify/test_command.py runs the command"
 OF_THE_PLUGIN = "tests/unit/fa_verify/test_plugin.py runs it where the wheel is installed"

@@ -10,17 +10,16 @@ import pytest
 
 from fa_verify.oracles.guarantee import GUARANTEES
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.masking import hidden_positions
-from fa_verify.properties.execution.trial import run_trial
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from fa_verify.properties.guarantees.masking import hidden_positions
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import run_trial
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "failure-messages.md").read_text(encoding="utf-8")
 MODULES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("checks", "comparison")
-    for path in sorted((ROOT / "properties" / folder).glob("*.py"))
+    for path in sorted((ROOT / "properties" / "guarantees").glob("*.py"))
     if path.name != "claims.py"  # its rows name tests
 ]
 KINDS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,7 @@ import importlib, os, pkgutil, sys
 import fa_verify
 from fa_verify.pytest_plugin import environment
 for _, name, _ in pkgutil.walk_packages(fa_verify.__path__, "fa_verify."):
-    if not name.startswith(("fa_verify.subjects.", "fa_verify.conformance.test_")):
+    if not name.startswith(("fa_verify.adapters.", "fa_verify.conformance.test_")):
         if not name.endswith("__main__"):
             importlib.import_module(name)
 names = {}
@@ -29,7 +30,7 @@ for name, module in sys.modules.items():
     if file and name.split(".")[0] in ("fa_verify", "fa_kernels", "oracles", "properties", "tests"):
         names.setdefault(os.path.realpath(file), []).append(name)
 print([x for x in names.values() if len(x) > 1])
-print([x for x in ("oracles", "properties", "simulator", "tests") if x in sys.modules])
+print([x for x in ("oracles", "properties", "tests") if x in sys.modules])
 print(fa_verify.__file__)
 """
 
@@ -79,6 +80,15 @@ def test_a_wheel_has_two_names_of_its_own(wheel):
     assert {"fa_verify/py.typed", "fa_kernels/py.typed"} <= held
     assert "fa_verify/oracles/bounds/error_model.py" in held
     assert "fa_verify/conformance/test_accuracy.py" in held
+
+
+def test_a_wheel_holds_no_edits_of_the_kernels(wheel):
+    """Mutants name the file that they edit."""
+    with zipfile.ZipFile(wheel) as archive:
+        suite = [x for x in archive.namelist() if re.fullmatch(r"fa_verify/.*\.(py|json)", x)]
+        wrong = [x for x in suite if "fa_kernels/" in archive.read(x).decode()]
+    assert "fa_verify/simulator/gluon/machine.py" in suite
+    assert wrong == []
 
 
 def test_modules_of_a_wheel_are_imported_once(wheel, tmp_path):

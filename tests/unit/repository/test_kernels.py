@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_verify.pytest_plugin.findings.results import OTHERS
+from benchmarks.findings.results import OTHERS
 from tests.kernels.__main__ import MANIFEST, main
 
 CODE = b"def attention(): ...\n"

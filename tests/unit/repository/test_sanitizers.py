@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fa_verify.diagnosis.copies import PACKAGE, sources_of
-from fa_verify.diagnosis.mutant import Mutant, mutated
+from tests.mutation.catalogue.copies import PACKAGE, sources_of
+from tests.mutation.catalogue.mutant import Mutant, mutated
 from tests.sanitizers import __main__ as sanitizers
 from tests.sanitizers.calls import FAULTS
 from tests.sanitizers.planted import PLANTED

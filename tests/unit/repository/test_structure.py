@@ -15,21 +15,26 @@ ROOT = Path(__file__).resolve().parents[3]
 LINKED = {
     "oracles": "fa_verify.oracles",
     "properties": "fa_verify.properties",
-    "simulator": "fa_verify.simulator",
     "tests/conformance": "fa_verify.conformance",
-    "tests/subjects": "fa_verify.subjects",
 }
 # Folders that each folder may import; subfolders without a line belong to their parent.
 ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "oracles/bounds")
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
-        *("inputs", "problems", "subjects", "execution", "kinds", "comparison", "checks"),
-        *("search", "regression"),
+        *("inputs", "problems", "kernels", "running", "kinds", "guarantees", "search"),
+        "regression",
     )
 )
-PRODUCT = ("fa_verify", "fa_verify/diagnosis", "fa_verify/probing", "fa_verify/pytest_plugin")
-SIMULATOR = ("simulator/interpreter", "simulator/gluon")
+PRODUCT = (
+    "fa_verify",
+    "fa_verify/adapters",
+    "fa_verify/diagnosis",
+    "fa_verify/probing",
+    "fa_verify/pytest_plugin",
+    "fa_verify/reporting",
+)
+SIMULATOR = ("fa_verify/simulator/interpreter", "fa_verify/simulator/gluon")
 ARROWS = {
     "fa_kernels/runtime": (),
     "fa_kernels/kernels/common": (),
@@ -63,42 +68,41 @@ ARROWS = {
     "properties": (),
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),
-    "properties/subjects": (*ORACLES, "properties/inputs", "properties/problems"),
-    "properties/execution": (*ORACLES, "properties/inputs", "properties/subjects"),
-    # Kinds do not judge: they import no comparison and no check.
+    "properties/kernels": (*ORACLES, "properties/inputs", "properties/problems"),
+    "properties/running": (*ORACLES, "properties/inputs", "properties/kernels"),
+    # Kinds do not judge: they import no check.
     "properties/kinds": (
         *ORACLES,
-        "properties/execution",
+        "properties/running",
         "properties/inputs",
         "properties/problems",
-        "properties/subjects",
+        "properties/kernels",
     ),
-    "properties/comparison": (*ORACLES, "properties/execution", "properties/subjects"),
-    "properties/checks": (
+    "properties/guarantees": (
         *ORACLES,
-        "properties/comparison",
-        "properties/execution",
+        "properties/running",
         "properties/inputs",
         "properties/kinds",
-        "properties/subjects",
+        "properties/kernels",
     ),
     "properties/search": (*ORACLES, *PROPERTIES),
     "properties/regression": (
         *ORACLES,
-        "properties/checks",
-        "properties/comparison",
-        "properties/execution",
+        "properties/guarantees",
+        "properties/running",
     ),
-    "simulator": (),
-    "simulator/interpreter": (),
-    "simulator/gluon": (),
+    "fa_verify/simulator": (),
+    "fa_verify/simulator/interpreter": (),
+    "fa_verify/simulator/gluon": (),
+    "fa_verify/adapters": (*ORACLES, *PROPERTIES, "fa_kernels"),
     "fa_verify/diagnosis": (*ORACLES, *PROPERTIES),
     # Its command prepares the process as the plugin does, and takes the names of the registry.
     "fa_verify/probing": (
         *ORACLES,
         *PROPERTIES,
-        "simulator/interpreter",
+        "fa_verify/simulator/interpreter",
         "fa_verify",
+        "fa_verify/adapters",
         "fa_verify/pytest_plugin",
     ),
     # fa_verify compares the forms of a mask with the tiles that kernels visit.
@@ -106,18 +110,19 @@ ARROWS = {
         *ORACLES,
         *PROPERTIES,
         *SIMULATOR,
+        "fa_verify/adapters",
         "fa_verify/probing",
         "fa_kernels",
         "fa_kernels/kernels/common",
         "fa_kernels/schedule",
     ),
+    "fa_verify/reporting": (*ORACLES, *PROPERTIES, "fa_verify"),
     "fa_verify/pytest_plugin": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
     "tests/conformance": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT),
-    "tests/subjects": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
-    "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels", "tests/subjects"),
+    "benchmarks": (*ORACLES, *PROPERTIES, *SIMULATOR, *PRODUCT, "fa_kernels"),
     "tests": None,
 }
-PACKAGES = ("oracles", "properties", "simulator", "fa_kernels", "benchmarks")
+PACKAGES = ("oracles", "properties", "fa_verify/simulator", "fa_kernels", "benchmarks")
 NAMES_WITHOUT_AN_IDEA = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Only derived bounds decide in these folders.
 JUDGES = ("properties", "tests/conformance")
@@ -286,7 +291,7 @@ def test_the_suite_is_imported_by_one_name():
         f"{path}:{line} imports {name}"
         for path in modules("fa_kernels", *LINKED, "fa_verify", "tests", "benchmarks")
         for line, name in imported(path)
-        if name.split(".")[0] in folders or name.startswith(("tests.conformance", "tests.subjects"))
+        if name.split(".")[0] in folders or name.startswith("tests.conformance")
     ]
     assert wrong == []
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from fa_kernels import flash_attention, flash_attention_varlen
-from fa_verify.properties.checks.streams import captured
+from fa_verify.properties.guarantees.streams import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

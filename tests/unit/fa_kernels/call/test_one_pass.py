@@ -13,7 +13,7 @@ from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.torch_reference import attention
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 
 pytest.importorskip("triton")
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from fa_kernels import flash_attention, operators
 from fa_kernels.validation.arguments import Request, check
 from fa_kernels.validation.opaque_handles import token_of
-from fa_verify.diagnosis.copies import PACKAGE, load, sources_of
+from tests.mutation.catalogue.copies import PACKAGE, load, sources_of
 
 SIZES = {"B": 2, "H": 2, "Hk": 1, "M": 5, "N": 7, "D": 8, "Dv": 6}
 SHAPES = {"q": "B H M D", "k": "B Hk N D", "v": "B Hk N Dv", "dout": "B H M Dv"}

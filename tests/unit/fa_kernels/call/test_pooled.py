@@ -16,7 +16,7 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference.pooled import POOLS, pooled_probabilities
 from fa_verify.oracles.stream import normal
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 
 pytest.importorskip("triton")
 

@@ -17,14 +17,14 @@ from fa_kernels.configs import Tile, resolve
 from fa_kernels.kernels.common.tile_ranges import share_of, tile_of_head
 from fa_kernels.launch import hopper, portable
 from fa_kernels.runtime import allocation
+from fa_verify.adapters.ours import flash_attention as ours
 from fa_verify.oracles.bounds.error_model import judge
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import attention
-from fa_verify.properties.comparison.compare import ratios
-from fa_verify.subjects.ours import flash_attention as ours
+from fa_verify.properties.guarantees.compare import ratios
 from fa_verify.verification import verify
 from tests.unit.fa_kernels.call.packed_calls import WILD, assert_equal_bits, in_a_row, one_by_one
 

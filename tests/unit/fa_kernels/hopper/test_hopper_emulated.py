@@ -16,19 +16,19 @@ pytest.importorskip("triton")
 
 import fa_kernels
 from fa_kernels.launch import hopper
+from fa_verify.adapters.ours import flash_attention
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import PlannedRun, SubjectError, plan_run
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import problems_of
-from fa_verify.subjects.emulated import spec_of_order
-from fa_verify.subjects.emulation import emulate, texts_of
-from fa_verify.subjects.ours import flash_attention
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import problems_of
+from fa_verify.properties.running.trial import PlannedRun, SubjectError, plan_run
 from fa_verify.verification import verify
+from tests.altered.emulated import spec_of_order
+from tests.altered.emulation import emulate, texts_of
+from tests.mutation.catalogue.hardware import HARDWARE
 from tests.mutation.judging.hopper import PROBLEMS
-from tests.mutation.mutants.hardware import HARDWARE
 from tests.unit.fa_kernels.call.packed_calls import assert_equal_bits, in_a_row, one_by_one
 from tests.unit.properties.problems.sampling import drawn
 
@@ -70,7 +70,7 @@ def test_a_finding_of_the_emulation_replays_in_the_emulation(emulated):
     assert "has no thread barrier between a store to global memory and the announcement" in str(
         report
     )
-    spec = "fa_verify.subjects.emulated:order_0"
+    spec = "tests.altered.emulated:order_0"
     assert f"replay: pytest --fa-kernel={spec} --fa-replay='{SHARED.to_json()}'" in str(report)
     replayed = load(spec)
     assert verify(replayed, problems=[SHARED], guarantees=("G1",))
@@ -89,7 +89,7 @@ def test_a_finding_replays_with_its_accumulator_and_order(options, name, emulate
     dtype = "fp64" if "accumulator" in options else SHARED.dtype
     asked = dataclasses.replace(SHARED, dtype=dtype)
     report = checked(asked, guarantees=("G1",))
-    spec = f"fa_verify.subjects.emulated:{name}"
+    spec = f"tests.altered.emulated:{name}"
     assert f"replay: pytest --fa-kernel={spec} --fa-replay='{asked.to_json()}'" in str(report)
     # Kernels that do not take the dtype would leave the problem to the portable ones.
     tiles = load(spec).tiles(asked)

@@ -17,7 +17,7 @@ import fa_kernels
 from fa_kernels import flash_attention
 from fa_kernels.launch import hopper
 from fa_verify.oracles.masks.mask import Mask
-from fa_verify.subjects.emulation import emulate
+from tests.altered.emulation import emulate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 

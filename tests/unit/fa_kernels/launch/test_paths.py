@@ -9,15 +9,15 @@ pytest.importorskip("triton")
 
 import fa_kernels
 from fa_kernels.launch import hopper, portable
+from fa_verify.adapters.ours import flash_attention
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.trial import run_subject
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.subjects.emulation import emulate
-from fa_verify.subjects.ours import flash_attention
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import run_subject
+from tests.altered.emulation import emulate
 
 SUBJECT = Subject.of(flash_attention, "ours")
 CONFIGS = (

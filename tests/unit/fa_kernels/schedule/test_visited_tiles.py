@@ -14,10 +14,10 @@ from triton.runtime.interpreter import InterpreterBuilder
 import fa_kernels
 from fa_kernels.configs import CONFIGS
 from fa_kernels.launch import portable
+from fa_verify.adapters.ours import adapted
 from fa_verify.oracles.masks.block_sparse import BlockSparse
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
-from fa_verify.subjects.ours import adapted
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in the interpreter")
 

@@ -10,7 +10,7 @@ import torch
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 BLOCK_M = 16
 # Rows of a head lie apart in q, k and v, as a model projects them.

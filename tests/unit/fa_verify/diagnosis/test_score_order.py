@@ -10,7 +10,7 @@ import torch
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 MODIFIED = Problem(
     H=2, Hk=1, M=9, N=13, D=5, Dv=3, dtype="fp64", mask=Mask(causal=True), softcap=1.5,

@@ -11,7 +11,7 @@ from fa_kernels.kernels.common.tile_ranges import TileRange, split_range, visibl
 from fa_verify.diagnosis.explain import diagnose
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 BLOCK_M, BLOCK_N = 16, 32
 CAUSAL = Problem(M=35, N=37, dtype="fp64", mask=Mask(causal=True))

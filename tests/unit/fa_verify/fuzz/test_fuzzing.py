@@ -12,18 +12,18 @@ import pytest
 from hypothesis import strategies as st
 
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.corpus import Cause, CorpusEntry
 from fa_verify.properties.search.search import Runner, attack, draws
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.pytest_plugin.fuzz.causes import Causes
 from fa_verify.pytest_plugin.fuzz.clock import TO_SHRINK, Clock, seconds_of_a_turn
 from fa_verify.pytest_plugin.fuzz.hunter import FEWEST, TURN_OVER, Hunter
 from fa_verify.pytest_plugin.fuzz.plugin import Fuzzing
 from fa_verify.pytest_plugin.fuzz.rotation import Rotation
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 REGRESSIONS = [f"t.py::test_regression[{name}]" for name in "abc"]
 DRAWING = [f"t.py::test_claim[{number}]" for number in range(5)]

@@ -15,15 +15,15 @@ from fa_verify.pytest_plugin import environment  # isort: skip  # before torch
 
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.probe import Probed, probe, refuted
-from fa_verify.properties.subjects.declared import NUMERICS
-from fa_verify.properties.subjects.loading import load
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.declared import NUMERICS
+from fa_verify.properties.kernels.loading import load
+from fa_verify.properties.kernels.subject import Subject
 from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 
 OTHERS = {
-    "sdpa-math": "fa_verify.subjects.sdpa:math",
-    "rounded_products": "fa_verify.subjects.worse:rounded_products",
-    "order_0 (Hopper, emulated)": "fa_verify.subjects.emulated:order_0",
+    "sdpa-math": "fa_verify.adapters.sdpa:math",
+    "rounded_products": "tests.altered.worse:rounded_products",
+    "order_0 (Hopper, emulated)": "tests.altered.emulated:order_0",
 }
 
 
@@ -38,7 +38,7 @@ def others() -> dict[str, str]:
 
 def subjects() -> Iterator[tuple[str, Subject]]:
     """The subjects that run on a CPU, and each configuration of this project's kernels."""
-    ours = load("fa_verify.subjects.ours:flash_attention")
+    ours = load("fa_verify.adapters.ours:flash_attention")
     for name, replaced in ours.configs.items():
         call = functools.partial(ours.call, config=name)
         numerics = {word: x for word, x in ours.declarations().items() if word in NUMERICS}

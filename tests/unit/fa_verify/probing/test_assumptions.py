@@ -8,14 +8,14 @@ import torch
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.probing.probe import probe
 from fa_verify.probing.trying import declares
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.declared import (
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.declared import (
     ASSUMED_CONVENTIONS,
     NARROWINGS,
     WORDS,
     narrowings,
 )
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 from tests.unit.fa_verify.probing.black_boxes import kernel
 
 CHEAP = ("domain", "conventions", "numerics")

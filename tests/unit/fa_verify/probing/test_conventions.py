@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fa_verify.probing.probe import probe
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 
 def with_lse(base: str = "e", empty: float = -math.inf, top_left: bool = False):

@@ -12,8 +12,8 @@ from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer
 from fa_verify.probing.probe import Probed, probe, refuted
 from fa_verify.probing.trying import attempt, stripped
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.subject import Subject
 
 DECODING = "takes one row"
 

@@ -13,8 +13,8 @@ from fa_verify.probing.answers import Answer
 from fa_verify.probing.experiments import Experiment, observe
 from fa_verify.probing.probe import Probed, probe, refuted
 from fa_verify.probing.trying import stripped
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.subject import Subject
 from tests.unit.fa_verify.probing import recovery
 from tests.unit.fa_verify.probing.black_boxes import BOXES, kernel, truth
 
@@ -177,8 +177,8 @@ def test_emulated_kernels_are_compared_in_the_interpreter_alone(interpreted, mon
     """Beside a GPU they do not load."""
     monkeypatch.setattr(recovery.environment, "INTERPRETED", interpreted)
     specs = recovery.others().values()
-    assert "fa_verify.subjects.sdpa:math" in specs
-    assert ("fa_verify.subjects.emulated:order_0" in specs) == interpreted
+    assert "fa_verify.adapters.sdpa:math" in specs
+    assert ("tests.altered.emulated:order_0" in specs) == interpreted
 
 
 @pytest.mark.parametrize("form", ["exact", "difference"])

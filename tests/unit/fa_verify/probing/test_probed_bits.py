@@ -15,9 +15,9 @@ from fa_verify.probing import same_bits, trying
 from fa_verify.probing.probe import probe, refuted
 from fa_verify.probing.same_bits import same_bits_of
 from fa_verify.properties.inputs import tensors
-from fa_verify.properties.subjects.attention_kernel import attention_kernel
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.vocabulary import SAME_BITS
+from fa_verify.properties.kernels.attention_kernel import attention_kernel
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.vocabulary import SAME_BITS
 
 KERNEL = """
 import torch

@@ -12,7 +12,7 @@ import torch
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.picture import blocks, in_words, svg, text
 from fa_verify.probing.summation import Sum, UnclearError, leaves, order_of, tree_of
-from fa_verify.properties.subjects.subject import Subject
+from fa_verify.properties.kernels.subject import Subject
 
 
 def chain(parts):

@@ -12,15 +12,15 @@ from fa_verify.oracles.bounds.in_numpy.bound import bound
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import mean_squares
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import mean_squares
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 
 PLAIN = Numerics(p_dtype="fp32", p_normalised=True, backward_reads=("out",))
 DECLARED = dataclasses.replace(PLAIN, atomic=("dk", "dv"), partial_sums="input")

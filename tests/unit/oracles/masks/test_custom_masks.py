@@ -30,11 +30,11 @@ from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.masks.tree import Tree
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.torch_reference import RowMasks
+from fa_verify.properties.kernels.loading import load_mask
 from fa_verify.properties.kinds.reductions import reductions
 from fa_verify.properties.problems.mask_classes import check_mask_class, draw_instance
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search.search import draws
-from fa_verify.properties.subjects.loading import load_mask
 
 PLAIN = Mask(window_left=1, window_right=1, seqlens_q=(4, 3), seqlens_k=(5, 5))
 CUSTOM = PrefixLM(prefix=2, seqlens_q=(4, 3), seqlens_k=(5, 5))

@@ -11,8 +11,8 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import caches, numpy_caches
 from fa_verify.properties.inputs.caches import make_cache, shared_inputs
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported_caches import cached
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported_caches import cached
 
 
 def takes_all(q, k, v, *, mask, sm_scale):

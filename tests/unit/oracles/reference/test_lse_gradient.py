@@ -14,19 +14,19 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.identities import identities
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.families import DLSE, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.kernels.broken_subjects import Eager
 from tests.unit.properties.problems.sampling import drawn
-from tests.unit.properties.subjects.broken_subjects import Eager
 
 PADDED = Mask(causal=True, seqlens_q=(5, 0), seqlens_k=(3, 4))
 ASKED = Problem(

@@ -18,7 +18,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.reference import pooled
 from fa_verify.oracles.reference.pooled import POOLS
-from fa_verify.properties.comparison.compare import ratios
+from fa_verify.properties.guarantees.compare import ratios
 from tests.unit.oracles.bounds.emulated_kernel import CASTS, LOG2E, Emulated
 from tests.unit.oracles.bounds.test_bounds_agree import DECLARATIONS, a_problem, as_arrays
 

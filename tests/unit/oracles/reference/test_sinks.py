@@ -19,23 +19,23 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.compare import ratios
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.families import SINKS
 from fa_verify.properties.inputs.sink_families import NO_SINKS
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.batched import batched_problems
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
+from tests.unit.properties.kernels.broken_subjects import Eager
 from tests.unit.properties.problems.sampling import drawn
-from tests.unit.properties.subjects.broken_subjects import Eager
 
 # Padding, rows without a visible key, and a head without a sink.
 ASKED = Problem(

@@ -20,21 +20,21 @@ from fa_verify.oracles.outputs import Numerics, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import numpy_reference, torch_reference
 from fa_verify.oracles.reference.softcap import capped, slope
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.claims import checks_of
-from fa_verify.properties.checks.identities import identities
-from fa_verify.properties.checks.statistics import is_valid
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.claims import checks_of
+from fa_verify.properties.guarantees.identities import identities
+from fa_verify.properties.guarantees.statistics import is_valid
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature
 from fa_verify.properties.problems.strategies import SOFTCAPS, problems
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import run_trial
 from fa_verify.properties.search.declaring import declarations_that_fit
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
 from tests.unit.oracles.bounds.test_bounds_agree import DTYPES, a_problem, as_arrays, assert_within
+from tests.unit.properties.kernels.broken_subjects import Eager
 from tests.unit.properties.problems.sampling import drawn
-from tests.unit.properties.subjects.broken_subjects import Eager
 
 ASKED = Problem(
     B=2, H=2, M=6, N=4, D=3, Dv=2, dtype="fp64", dirty="nan", softcap=0.7,

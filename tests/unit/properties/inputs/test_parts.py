@@ -15,8 +15,7 @@ from fa_verify.oracles.masks.tree import Tree
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
-from fa_verify.properties.comparison.compare import ratios, same_bits
-from fa_verify.properties.execution.trial import plan_run
+from fa_verify.properties.guarantees.compare import ratios, same_bits
 from fa_verify.properties.inputs.parts import (
     chunks,
     entries_apart,
@@ -25,8 +24,9 @@ from fa_verify.properties.inputs.parts import (
     other_forms,
 )
 from fa_verify.properties.inputs.tensors import make
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.trial import plan_run
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 SUBJECT = dataclasses.replace(Subject.of(Eager(), "eager"), lse_grad=True)
 CAUSAL = Problem(

@@ -10,17 +10,17 @@ import torch
 from fa_verify.oracles.call import changed
 from fa_verify.oracles.calls.codec import call_from_json
 from fa_verify.oracles.calls.merge import MergeProblem
-from fa_verify.properties.checks.claims import standing_of
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.claims import standing_of
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.kernels.supported import ExcludedError
 from fa_verify.properties.kinds.feature import Feature, is_soft, phrase
 from fa_verify.properties.kinds.registry import KINDS, kind_of, kinds_of
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.causes import described, difference
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.properties.subjects.supported import ExcludedError
-from tests.unit.properties.checks.test_cache_checks import attend
-from tests.unit.properties.checks.test_merging_checks import torch_merge, whole_attention
+from tests.unit.properties.guarantees.test_cache_checks import attend
+from tests.unit.properties.guarantees.test_merging_checks import torch_merge, whole_attention
 from tests.unit.properties.problems.sampling import drawn
 
 

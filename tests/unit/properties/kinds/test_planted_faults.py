@@ -11,16 +11,16 @@ from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.caches import page_sizes
-from fa_verify.properties.checks.claims import standing_of
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees.caches import page_sizes
+from fa_verify.properties.guarantees.claims import standing_of
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import failure, minimize
 from fa_verify.properties.search.causes import Known, RootCause, described
 from fa_verify.properties.search.failure import Failure
 from fa_verify.properties.search.search import Runner
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.causes.verdict import if_intended, title
-from tests.unit.properties.checks.test_merging_checks import torch_merge
+from fa_verify.reporting.verdict import if_intended, title
+from tests.unit.properties.guarantees.test_merging_checks import torch_merge
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,17 @@ from fa_verify.oracles.masks.document import Document
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Violation
 from fa_verify.properties.inputs.families import DLSE, DOUT, INPUTS, PADDING_VALUES
 from fa_verify.properties.inputs.tensors import make
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.problems.batched import LARGEST, batched_problems
 from fa_verify.properties.problems.strategies import problems
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner, attack, draws
-from fa_verify.properties.subjects.subject import Subject
+from tests.unit.properties.kernels.broken_subjects import Eager
 from tests.unit.properties.problems.sampling import drawn
-from tests.unit.properties.subjects.broken_subjects import Eager
 
 SEEDS = (7, 2**31 - 1, 40)
 # Problems of two batch entries each.

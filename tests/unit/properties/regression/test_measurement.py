@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
+from fa_verify.adapters.sdpa import math as math_attention
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks.statistics import mean_squares
-from fa_verify.properties.comparison.compare import ratios
-from fa_verify.properties.execution.trial import run_trial
+from fa_verify.properties.guarantees.compare import ratios
+from fa_verify.properties.guarantees.statistics import mean_squares
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.regression.measurement import measured
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.subjects.sdpa import math as math_attention
-from tests.unit.properties.subjects.broken_subjects import Eager
+from fa_verify.properties.running.trial import run_trial
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 PROBLEM = Problem(M=20, N=24)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from fa_verify.adapters.ours import flash_attention
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.regression.speed_ratio import moved_speed, shift_of
-from fa_verify.properties.subjects.subject import Subject
-from fa_verify.pytest_plugin.gate.timing import ROUNDS, decoding, timed
-from fa_verify.subjects.ours import flash_attention
+from fa_verify.reporting.gate.timing import ROUNDS, decoding, timed
 
 # Standard deviations between rounds and between processes.
 OF_ROUNDS = 0.02

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from fa_verify.conformance import test_quick as quick
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.checks.accuracy import accuracy
-from fa_verify.properties.checks.invariance import sequence
-from fa_verify.properties.comparison.compare import Violation
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.accuracy import accuracy
+from fa_verify.properties.guarantees.compare import Violation
+from fa_verify.properties.guarantees.invariance import sequence
+from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kinds.feature import Feature, sharpest
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search import declaring
 from fa_verify.properties.search import failure as failure_module
 from fa_verify.properties.search.causes import Known, RootCause, described, difference
 from fa_verify.properties.search.failure import Beyond, Failure
 from fa_verify.properties.search.search import Runner, attack, draws
-from fa_verify.properties.subjects.subject import Subject
 from fa_verify.quick import Entry
 
 EMPTY = Problem(M=2, N=1, mask=Mask(causal=True))

@@ -10,7 +10,7 @@ import pytest
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.search import corpus
 from fa_verify.properties.search.corpus import Cause, CorpusEntry, NotReplayableError, keep
 from fa_verify.pytest_plugin.regression_files import FOLDER

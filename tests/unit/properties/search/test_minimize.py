@@ -11,7 +11,7 @@ from hypothesis import given
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.comparison.compare import Finding
+from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.kinds.reductions import complexity, reductions
 from fa_verify.properties.problems.strategies import problems
 from fa_verify.properties.search import minimize

@@ -20,14 +20,14 @@ from fa_verify.conformance.conftest import check_that_problems_were_judged
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.outputs import OUTPUTS
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.checks import claims
-from fa_verify.properties.comparison.compare import Finding, Violation
-from fa_verify.properties.execution.tally import Tally
-from fa_verify.properties.execution.trial import SubjectError, run_trial
+from fa_verify.properties.guarantees import claims
+from fa_verify.properties.guarantees.compare import Finding, Violation
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
+from fa_verify.properties.running.trial import SubjectError, run_trial
 from fa_verify.properties.search import minimize, search
 from fa_verify.properties.search.search import Runner, attack
-from fa_verify.properties.subjects.subject import Subject
-from tests.unit.properties.subjects.broken_subjects import Eager
+from tests.unit.properties.kernels.broken_subjects import Eager
 
 # Small problems, because minimisation is tested elsewhere.
 DRAWN = st.builds(

@@ -10,10 +10,10 @@ import torch
 
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.execution.tally import Tally
+from fa_verify.properties.kernels.subject import Subject
+from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.search import Runner
 from fa_verify.properties.search.sizing import sized
-from fa_verify.properties.subjects.subject import Subject
 
 PROBLEM = Problem(M=1024, N=2048, D=8, Dv=8, mask=Mask(causal=True), seed=3)
 

@@ -93,8 +93,6 @@ PARSED = {
     "python -m tests.unit.fa_verify.probing.recovery": "takes minutes",
     "python -m tests.mutation.ablation": "is part of tests/mutation/test_ablation.py",
     "python -m tests.mutation.diagnosis --write": "takes an hour",
-    "python -m tests.snapshots outputs --write build/outputs.json": "takes minutes",
-    "python -m tests.snapshots outputs --compare build/outputs.json": "takes minutes",
     "python -m pytest -n auto --fa-baseline=baselines/local.json": "takes minutes",
     "python -m pytest -n auto --fa-baseline=baselines/local.json --fa-update-baseline": (
         "takes minutes"

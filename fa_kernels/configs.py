@@ -166,6 +166,12 @@ def _default_tiles(
         if head_dim_v <= 128:
             return Tile(128, 64, 8, 3), of_keys, of_rows, Tile(32, 128, 8, 1)
         return Tile(128, 64, 8, 2), of_keys, of_rows, Tile(64, 64, 8, 1)
+    if dtype == torch.float8_e4m3fn:
+        # The backward has none.
+        tile = Tile(64, 128, 4, 3) if widest <= 128 else Tile(128, 64, 8, 2)
+        if not large:
+            tile = Tile(64, 64, 4, 2)
+        return tile, tile, tile, tile
     if dtype == torch.float32 and widest <= 128:
         square = Tile(32, 32, 4, 1)
         # Tensor cores are slower with two warps. With 128 columns and two warps or more keys, ptxas

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
-from fa_kernels.configs import Tile
 from fa_kernels.kernels.common.addressing import PAGED
-from fa_kernels.kernels.common.score_mod import ALIBI, BIAS, SOFTCAP
 from fa_kernels.kernels.portable.bwd_preprocess import bwd_preprocess_kernel
 from fa_kernels.kernels.portable.dbias import dbias_kernel
 from fa_kernels.kernels.portable.dkdv import dkdv_kernel
@@ -24,6 +19,19 @@ from fa_kernels.kernels.portable.kvcache import append_kernel, join_kernel, kvca
 from fa_kernels.kernels.portable.pool import pool_kernel
 from fa_kernels.launch import hopper
 from fa_kernels.launch.combine import launch_combine_splits
+from fa_kernels.launch.named_arguments import (
+    STRIDES,
+    alignment,
+    blank,
+    length_args,
+    padded,
+    predicate_args,
+    scale_bits,
+    score_args,
+    stride_args,
+    tile_args,
+    window_args,
+)
 from fa_kernels.launch.sinks import sink_args, write_dsinks
 from fa_kernels.launch.sizes import ROW_PADDING, Sizes
 from fa_kernels.runtime import allocation
@@ -54,22 +62,7 @@ PROGRAMS_IN_TURN = 8
 MAX_SCRATCH = 2**27
 # Rows of a program of ``dq_postprocess_kernel``, by its IN_BLOCKS.
 SUMS_ROWS = {False: 32, True: 64}
-# The kernels' names for the strides of each tensor.
-_STRIDES = {
-    "q": ("stride_qb", "stride_qh", "stride_qm", "stride_qd"),
-    "k": ("stride_kb", "stride_kh", "stride_kn", "stride_kd"),
-    "v": ("stride_vb", "stride_vh", "stride_vn", "stride_vd"),
-    "dout": ("stride_ob", "stride_oh", "stride_om", "stride_od"),
-    "dlse": ("stride_lb", "stride_lh", "stride_lm"),
-    "new_k": ("stride_xb", "stride_xh", "stride_xn", "stride_xd"),
-    "new_v": ("stride_yb", "stride_yh", "stride_yn", "stride_yd"),
-}
 _SUMS = ("acc_ptr", "m_ptr", "l_ptr")
-_OF_LISTS = ("stride_lb", "stride_lh", "stride_lt")
-_OF_SLOPES = ("stride_sb", "stride_sh")
-_OF_BIAS = ("stride_bb", "stride_bh", "stride_bm", "stride_bn")
-# Offsets within a tile of 256 rows fit int32.
-MAX_ALIGNED_STRIDE = 2**22
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -81,51 +74,14 @@ def _acc(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-@lru_cache(maxsize=512)
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def _alignment(*tensors: torch.Tensor) -> int:
-    """Returns ALIGNED of ``load_tile``: 1 if 16-byte loads are possible, else 0.
-
-    Only 16-bit dtypes take these paths. Their dots run on tensor cores, whose layouts do not depend
-    on the loads, so all paths give the same bits.
-    """
-    for x in tensors:
-        if x.data_ptr() % 16 or not _has_aligned_rows(x.shape[3], x.stride(), x.element_size()):
-            return 0
-    return 1
-
-
-@lru_cache(maxsize=512)
-def _has_aligned_rows(head_dim: int, strides: tuple[int, ...], size: int) -> bool:
-    return (
-        size == 2
-        and head_dim % 8 == 0
-        and strides[3] == 1
-        and not any(stride % 8 for stride in strides[:3])
-        and strides[2] <= MAX_ALIGNED_STRIDE
-    )
-
-
 def _constants(dtype: torch.dtype, D: int, Dv: int, arguments: Arguments) -> dict:
     """Returns the constexpr arguments that the matrix kernels share."""
     return {
-        "BLOCK_D": _padded(D),
-        "BLOCK_DV": _padded(Dv),
+        "BLOCK_D": padded(D),
+        "BLOCK_DV": padded(Dv),
         "ACC": _acc(dtype),
         "DOTS": arguments.config.dots if dtype == torch.float32 else "ieee",
         "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
-    }
-
-
-def _tile(tile: Tile) -> dict:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
     }
 
 
@@ -136,92 +92,6 @@ def _unfused(dtype: torch.dtype) -> dict:
     element of a thread and not for the others. In other dtypes the exponential is an instruction.
     """
     return {"enable_fp_fusion": False} if dtype == torch.float64 else {}
-
-
-def _predicate(arguments: Arguments, kernel: str) -> dict:
-    """Returns a kernel's block map, its strides and the predicate's arguments.
-
-    Without a predicate they are placeholders. ``kernel`` is a field of ``BlockMaps``.
-    """
-    lists, order, strides, args = arguments.seqlens_q, arguments.seqlens_q, (0, 0, 0), (0,)
-    if arguments.predicate is not None and arguments.maps is not None:
-        lists, order = getattr(arguments.maps, kernel)
-        strides, args = lists.stride()[:3], arguments.predicate.args
-    return {
-        "order_ptr": order, "lists_ptr": lists, **dict(zip(_OF_LISTS, strides, strict=True)),
-        "mask_args": args,
-    }  # fmt: skip
-
-
-@lru_cache(maxsize=512)
-def _scale_bits(sm_scale: float) -> int:
-    """Returns the bits of a float64 as an int64; see ``softmax.scale_from_bits``."""
-    return struct.unpack("<q", struct.pack("<d", sm_scale))[0]
-
-
-def _strides(arguments: Arguments, **tensors: torch.Tensor) -> dict[str, int]:
-    """Returns strides of (entry, head, row, column); in a varlen call, an entry is a row."""
-    varlen = arguments.longest is not None
-    named: dict[str, int] = {}
-    for name, x in tensors.items():
-        strides = x.stride()
-        if varlen:
-            strides = (strides[2], *strides[1:])
-        named.update(zip(_STRIDES[name], strides, strict=True))
-    return named
-
-
-def _lengths(arguments: Arguments) -> dict:
-    return {"seqlens_q_ptr": arguments.seqlens_q, "seqlens_k_ptr": arguments.seqlens_k}
-
-
-def _window(arguments: Arguments) -> dict[str, int]:
-    """Returns the arguments for the window and the softmax scale."""
-    return {
-        "window_left": arguments.window_left, "window_right": arguments.window_right,
-        "sm_scale_bits": _scale_bits(arguments.sm_scale),
-    }  # fmt: skip
-
-
-def _blank(arguments: Arguments, **tensors: torch.Tensor | None) -> None:
-    """Fills the outputs of a varlen call with 0, lse and m with -inf.
-
-    The kernels do not write rows that belong to no sequence.
-    """
-    if arguments.longest is not None:
-        for name, x in tensors.items():
-            if x is not None:
-                x.fill_(-math.inf if name in ("lse", "m") else 0.0)
-
-
-def _score_mods(arguments: Arguments) -> int:
-    """Returns SCORE_MODS: a sum of the constants in ``kernels.common.score_mod``."""
-    given = (
-        (arguments.softcap, SOFTCAP), (arguments.alibi_slopes, ALIBI), (arguments.bias, BIAS)
-    )  # fmt: skip
-    return sum(mod.value for x, mod in given if x is not None)
-
-
-def _score_args(arguments: Arguments) -> dict:
-    """Returns the arguments of score modifications, with placeholders for the absent ones."""
-    softcap = 0 if arguments.softcap is None else _scale_bits(arguments.softcap)
-    slopes, slope_strides = arguments.seqlens_q, (0, 0)
-    if arguments.alibi_slopes is not None:
-        slopes = arguments.alibi_slopes
-        slope_strides = (0, *slopes.stride())[-2:]
-    bias, bias_strides = arguments.seqlens_q, (0, 0, 0, 0)
-    if arguments.bias is not None:
-        bias = arguments.bias
-        # A broadcast axis has stride 0.
-        bias_strides = tuple(
-            0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True)
-        )
-    return {
-        "softcap_bits": softcap,
-        "slopes_ptr": slopes, **dict(zip(_OF_SLOPES, slope_strides, strict=True)),
-        "bias_ptr": bias, **dict(zip(_OF_BIAS, bias_strides, strict=True)),
-        "SCORE_MODS": _score_mods(arguments),
-    }  # fmt: skip
 
 
 def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,8 +106,8 @@ def launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B,H,M,Dv) in the dtype of q and lse (B,H,M), float32 (float64 for float64)."""
     out, lse = empty_outputs(q, v)
-    _blank(arguments, out=out, lse=lse)
-    bits = _scale_bits(arguments.sm_scale)
+    blank(arguments, out=out, lse=lse)
+    bits = scale_bits(arguments.sm_scale)
     if hopper.launch_hopper_forward(q, k, v, out, lse, arguments, bits):
         return out, lse
     sizes = Sizes.of(q, k, v, arguments)
@@ -250,7 +120,7 @@ def launch_forward(
             allocation.empty((num_splits, *x.shape), dtype=lse.dtype, device=q.device)
             for x in written
         )
-        _blank(arguments, m=m)
+        blank(arguments, m=m)
         written = (acc, m, l_sum)
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
     tiles = sizes.query_tiles(tile.block_m)
@@ -262,13 +132,13 @@ def launch_forward(
                 {
                     "q_ptr": q, "k_ptr": k, "v_ptr": v,
                     "out_ptr": written[0], "lse_ptr": written[1], "l_ptr": written[2],
-                    **_lengths(arguments), **tiles.in_kernels(),
-                    **_strides(arguments, q=q, k=k, v=v), **sizes.in_kernels(),
-                    **_window(arguments), "num_splits": num_splits or 1, "rows": rows,
-                    **_predicate(arguments, "forward"), **_score_args(arguments),
+                    **length_args(arguments), **tiles.in_kernels(),
+                    **stride_args(arguments, q=q, k=k, v=v), **sizes.in_kernels(),
+                    **window_args(arguments), "num_splits": num_splits or 1, "rows": rows,
+                    **predicate_args(arguments, "forward"), **score_args(arguments),
                     **sink_args(arguments),
-                    "ALIGNED": _alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
-                    "VARLEN": arguments.longest is not None, **constants, **_tile(tile),
+                    "ALIGNED": alignment(q, k, v, out), "IS_SPLIT": num_splits is not None,
+                    "VARLEN": arguments.longest is not None, **constants, **tile_args(tile),
                     **_unfused(q.dtype),
                 },
             )  # fmt: skip
@@ -327,17 +197,17 @@ def launch_backward(
     lse2, delta = (allocation.empty(shape, dtype=lse.dtype, device=q.device) for _ in range(2))
     columns, sums = 0, delta
     if one_pass:
-        columns = hopper.padded(sizes.D, sizes.Dv) if on_hopper else _padded(sizes.D)
+        columns = hopper.padded(sizes.D, sizes.Dv) if on_hopper else padded(sizes.D)
         sums = allocation.empty((*shape, columns), dtype=delta.dtype, device=q.device)
     dq, dk, dv = empty_gradients(q, k, v, needed)
-    _blank(arguments, dq=dq, dk=dk, dv=dv)
+    blank(arguments, dq=dq, dk=dk, dv=dv)
     if dsinks is not None and varlen:
         # No kernel writes the scratch between sequences.
         lse2.fill_(math.inf)
         delta.zero_()
     # A placeholder without dlse.
     dlses = lse if dlse is None else dlse
-    bits = _scale_bits(arguments.sm_scale)
+    bits = scale_bits(arguments.sm_scale)
     acc = _acc(q.dtype)
     places = {"ROW_PADDING": ROW_PADDING, "VARLEN": varlen}
     of_rows = {
@@ -355,10 +225,10 @@ def launch_backward(
                 {
                     "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlses,
                     "lse2_ptr": lse2, "delta_ptr": delta, "sums_ptr": sums, **tiles.in_kernels(),
-                    **_strides(arguments, dout=dout, dlse=dlses), **of_rows, "Dv": sizes.Dv,
+                    **stride_args(arguments, dout=dout, dlse=dlses), **of_rows, "Dv": sizes.Dv,
                     "has_dlse": int(dlse is not None), "columns": columns,
-                    "BLOCK_M": PREPROCESS_ROWS, "BLOCK_DV": _padded(sizes.Dv), "ACC": acc,
-                    "ALIGNED": _alignment(out, dout), "enable_fp_fusion": False, **places,
+                    "BLOCK_M": PREPROCESS_ROWS, "BLOCK_DV": padded(sizes.Dv), "ACC": acc,
+                    "ALIGNED": alignment(out, dout), "enable_fp_fusion": False, **places,
                 }, kinds=(out.dtype, dout.dtype, lse.dtype, dlses.dtype),
             )  # fmt: skip
         if dsinks is not None and arguments.sinks is not None:
@@ -383,7 +253,7 @@ def launch_backward(
                 {
                     "sums_ptr": sums, "dq_ptr": dq, **tiles.in_kernels(), **of_rows, "D": sizes.D,
                     "sm_scale_bits": bits, "BLOCK_M": rows, "BLOCK_D": columns, "ACC": acc,
-                    "ALIGNED": _alignment(dq), "IN_BLOCKS": on_hopper, **places,
+                    "ALIGNED": alignment(dq), "IN_BLOCKS": on_hopper, **places,
                 }, kinds=(dq.dtype,),
             )  # fmt: skip
     return dq, dk if needed[1] else None, dv if needed[2] else None
@@ -427,9 +297,9 @@ def _launch_portable(
     constants = _constants(q.dtype, sizes.D, sizes.Dv, arguments)
     shared = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "dout_ptr": dout, "lse2_ptr": lse2, "delta_ptr": delta,
-        "M_padded": delta.shape[2], **_lengths(arguments),
-        **_strides(arguments, q=q, k=k, v=v, dout=dout), **sizes.in_kernels(),
-        **_window(arguments), **_score_args(arguments),
+        "M_padded": delta.shape[2], **length_args(arguments),
+        **stride_args(arguments, q=q, k=k, v=v, dout=dout), **sizes.in_kernels(),
+        **window_args(arguments), **score_args(arguments),
     }  # fmt: skip
     places = {"ROW_PADDING": ROW_PADDING, "VARLEN": arguments.longest is not None}
     tile = arguments.config.dkdv
@@ -439,9 +309,9 @@ def _launch_portable(
             dkdv_kernel, (tiles.number,),
             {
                 **shared, "dk_ptr": dk, "dv_ptr": dv, "dq_ptr": sums, **tiles.in_kernels(),
-                **_predicate(arguments, "dkdv"),
-                "ALIGNED": _alignment(q, k, v, dout, dk, dv), "ONE_PASS": one_pass,
-                **places, **constants, **_tile(tile),
+                **predicate_args(arguments, "dkdv"),
+                "ALIGNED": alignment(q, k, v, dout, dk, dv), "ONE_PASS": one_pass,
+                **places, **constants, **tile_args(tile),
             },
         )  # fmt: skip
     tile = arguments.config.dq
@@ -450,13 +320,13 @@ def _launch_portable(
         run(
             dq_kernel, (tiles.number,),
             {
-                **shared, "dq_ptr": dq, **tiles.in_kernels(), **_predicate(arguments, "dq"),
-                "ALIGNED": _alignment(q, k, v, dout, dq), **places, **constants, **_tile(tile),
+                **shared, "dq_ptr": dq, **tiles.in_kernels(), **predicate_args(arguments, "dq"),
+                "ALIGNED": alignment(q, k, v, dout, dq), **places, **constants, **tile_args(tile),
             },
         )  # fmt: skip
     if dbias is not None and dbias.numel():
         # The kernel visits padded sequences head by head; it has no order and no total rows.
-        asked = shared | _predicate(arguments, "dq")
+        asked = shared | predicate_args(arguments, "dq")
         for name in ("order_ptr", "total_q", "total_k"):
             del asked[name]
         shared_axes = [size == 1 for size in dbias.shape]
@@ -465,8 +335,8 @@ def _launch_portable(
         run(
             dbias_kernel, (math.prod(map(cdiv, dbias.shape, blocks)),),
             {
-                **asked, "dbias_ptr": dbias, "B": sizes.B, "ALIGNED": _alignment(q, k, v, dout),
-                **over, **constants, **_tile(tile),
+                **asked, "dbias_ptr": dbias, "B": sizes.B, "ALIGNED": alignment(q, k, v, dout),
+                **over, **constants, **tile_args(tile),
             },
         )  # fmt: skip
 
@@ -507,11 +377,12 @@ def launch_pooled(
         run(
             pool_kernel, (spans[0] * spans[1] * B * H,),
             {
-                "q_ptr": q, "k_ptr": k, "lse_ptr": lse, "pooled_ptr": pooled, **_lengths(arguments),
-                **_strides(arguments, q=q, k=k), "H": H, "G": H // k.shape[1], "M": M, "N": N,
-                "D": D, "pool_rows": rows, "pool_keys": keys, **_window(arguments),
+                "q_ptr": q, "k_ptr": k, "lse_ptr": lse, "pooled_ptr": pooled,
+                **length_args(arguments),
+                **stride_args(arguments, q=q, k=k), "H": H, "G": H // k.shape[1], "M": M, "N": N,
+                "D": D, "pool_rows": rows, "pool_keys": keys, **window_args(arguments),
                 "mask_args": (0,) if predicate is None else predicate.args,
-                "ALIGNED": _alignment(q, k), "MAX": pool == "max", **constants, **_tile(tile),
+                "ALIGNED": alignment(q, k), "MAX": pool == "max", **constants, **tile_args(tile),
             },
         )  # fmt: skip
     return pooled
@@ -546,12 +417,12 @@ class Cache(NamedTuple):
         k, v = (x.transpose(1, 2) for x in (self.k, self.v))
         return {
             "k_ptr": self.k, "v_ptr": self.v, "table_ptr": self.table,
-            **dict(zip(_STRIDES["k"], k.stride(), strict=True)),
-            **dict(zip(_STRIDES["v"], v.stride(), strict=True)),
+            **dict(zip(STRIDES["k"], k.stride(), strict=True)),
+            **dict(zip(STRIDES["v"], v.stride(), strict=True)),
             **dict(zip(("stride_tb", "stride_tp"), self.table.stride(), strict=True)),
             "page_size": self.k.shape[1], "num_pages": self.k.shape[0], "N": self.capacity,
             "D": self.k.shape[3], "Dv": self.v.shape[3],
-            "BLOCK_D": _padded(self.k.shape[3]), "BLOCK_DV": _padded(self.v.shape[3]),
+            "BLOCK_D": padded(self.k.shape[3]), "BLOCK_DV": padded(self.v.shape[3]),
         }  # fmt: skip
 
 
@@ -561,8 +432,8 @@ def launch_append(cache: Cache, k: torch.Tensor, v: torch.Tensor, seqlens_k: tor
     tiles = cdiv(L, APPENDED_ROWS)
     if B * tiles and cache.capacity:
         strides = (
-            *zip(_STRIDES["new_k"], k.stride(), strict=True),
-            *zip(_STRIDES["new_v"], v.stride(), strict=True),
+            *zip(STRIDES["new_k"], k.stride(), strict=True),
+            *zip(STRIDES["new_v"], v.stride(), strict=True),
         )
         with on_device(k):
             run(
@@ -612,11 +483,11 @@ def launch_with_kvcache(
             allocation.empty((splits, *x.shape), dtype=lse.dtype, device=q.device)
             for x in (out, lse, lse)
         )
-    is_wide = _alignment(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2))
+    is_wide = alignment(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2))
     constants = _constants(q.dtype, D, Dv, arguments)
     constants["BLOCK_D"], constants["BLOCK_REST"] = _parts(D)
     sizes = {"M": M, "N": cache.capacity, "Dv": Dv, "rows": B * H * M}
-    window = _window(arguments)
+    window = window_args(arguments)
     sinks = _cache_sinks(arguments, lse)
     with on_device(q):
         run(
@@ -624,14 +495,14 @@ def launch_with_kvcache(
             {
                 **cache.in_kernels(), **constants, **sizes, "q_ptr": q, "out_ptr": out,
                 "lse_ptr": lse, **dict(zip(_SUMS, sums, strict=True)),
-                **dict(zip(_STRIDES["q"], q.stride(), strict=True)),
+                **dict(zip(STRIDES["q"], q.stride(), strict=True)),
                 "seqlens_k_ptr": seqlens_k, "tiles_of_head": tiles, "B": B, "Hk": Hk,
                 "G": H // Hk, "groups": Hk // cache.v.shape[2], **window,
                 "mask_args": (0,) if predicate is None else predicate.args,
                 "split_tiles": split_keys // tile.block_n, "apart": int(apart),
-                **_score_args(arguments), **sinks,
+                **score_args(arguments), **sinks,
                 "ALIGNED": (PAGED.value if cache.is_paged else 0) + is_wide,
-                "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **_tile(tile),
+                "SHARED": cache.is_shared and Dv == constants["BLOCK_D"], **tile_args(tile),
                 # Loads by way of the table take every second stage.
                 "num_stages": (2 * tile.num_stages - 1) if cache.is_paged else tile.num_stages,
                 **_unfused(q.dtype),
@@ -662,7 +533,7 @@ def _parts(head_dim: int) -> tuple[int, int]:
     for block, rest in ((128, 64), (512, 64)):
         if block < head_dim <= block + rest:
             return block, rest
-    return _padded(head_dim), 0
+    return padded(head_dim), 0
 
 
 def _cache_sinks(arguments: Arguments, lse: torch.Tensor) -> dict:

@@ -178,7 +178,7 @@ class Arguments:
         return {}
 
 
-def _check_tensors(q: object, k: object, v: object) -> None:
+def _check_tensors(q: object, k: object, v: object, dtypes: tuple[torch.dtype, ...]) -> None:
     tensors = {"q": q, "k": k, "v": v}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -189,8 +189,8 @@ def _check_tensors(q: object, k: object, v: object) -> None:
             axes = "(B, H, M, D)" if name == "q" else "(B, Hk, N, D)"
             raise ValueError(f"{name} has shape {tuple(x.shape)}; needs four axes {axes}")
     for name, x in tensors.items():
-        if x.dtype not in DTYPES:
-            raise NotImplementedError(f"{name} has dtype {x.dtype}; supported are {DTYPES}")
+        if x.dtype not in dtypes:
+            raise NotImplementedError(f"{name} has dtype {x.dtype}; supported are {dtypes}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} has dtype {x.dtype}; needs that of q, {q.dtype}")
         if x.device != q.device:
@@ -388,19 +388,20 @@ def check(
     sinks: object = None,
     offsets: tuple[object, object, object, object] | None = None,
     cached: bool = False,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Request:
     """Checks the arguments of ``flash_attention`` and converts them to an operator's types.
 
     In a varlen call, ``offsets`` is (cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k), and
     q, k and v have batch size 1. If ``cached``, k and v stand for a cache, which can have the head
-    dims of multi-head latent attention.
+    dims of multi-head latent attention. ``dtypes`` are the supported dtypes.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range or contradicts another.
         NotImplementedError: The combination is valid but not supported.
     """
-    _check_tensors(q, k, v)
+    _check_tensors(q, k, v, dtypes)
     _check_shapes(q, k, v, cached)
     check_device(q.device)
     if not isinstance(deterministic, bool):

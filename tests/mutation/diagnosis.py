@@ -75,6 +75,7 @@ _OF_CALLS = (
     "common/", "portable/forward.py", "portable/dq.py", "portable/dq_postprocess.py",
     "portable/dkdv.py", "portable/bwd_preprocess.py", "portable/combine.py",
     "portable/classify_blocks.py", "portable/block_lists.py", "launch/portable.py",
+    "launch/named_arguments.py",
     "launch/sizes.py", "launch/sinks.py", "schedule/block_sparse.py",
 )  # fmt: skip
 # Faults whose diagnosis led to an entry or a rule, or was tried before: they measure nothing.

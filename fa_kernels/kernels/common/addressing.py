@@ -104,9 +104,9 @@ def load_tile(
     ``rows`` (R, 1) and ``columns`` (1, C) give the tile, (1, R) and (C, 1) its transpose. With
     CHECK_ROWS, rows that are not ``inside`` (shaped as ``rows``) are zeros and are not read.
 
-    ALIGNED = 1 promises a unit column stride, rows on 16-byte boundaries, 16-bit elements, a
-    multiple of 8 columns, and offsets within a tile that fit 32 bits. The host checks this; the
-    compiler uses it for 16-byte loads.
+    ALIGNED = 1 promises a unit column stride, rows on 16-byte boundaries, elements of 16 or 8 bits,
+    columns of a multiple of 16 bytes, and offsets within a tile that fit 32 bits. The host checks
+    this; the compiler uses it for 16-byte loads.
 
     If ALIGNED is PAGED or PAGED_WIDE, ``matrix`` is a ``Pages``. Its rows are checked in every
     tile. PAGED_WIDE promises what 1 does, except for offsets, which are 64-bit.
@@ -121,10 +121,12 @@ def load_tile(
         pointers = matrix.pointer + (offsets + columns.to(tl.int64) * matrix.stride_column)
         tile = tl.load(pointers, mask=inside & (columns < matrix.columns), other=0.0)
     elif ALIGNED:
-        stride_row = (matrix.stride_row // 8).to(tl.int32) * 8
+        # Elements of 16 bytes.
+        WIDTH: tl.constexpr = 128 // matrix.pointer.dtype.element_ty.primitive_bitwidth
+        stride_row = (matrix.stride_row // WIDTH).to(tl.int32) * WIDTH
         pointer = tl.multiple_of(matrix.pointer + tl.cast(start, tl.int64) * stride_row, 16)
         places = pointer + (rows * stride_row + columns)
-        kept = columns < matrix.columns // 8 * 8
+        kept = columns < matrix.columns // WIDTH * WIDTH
         if CHECK_ROWS:
             tile = tl.load(places, mask=inside & kept, other=0.0)
         else:

@@ -26,6 +26,7 @@ _SCORES = "fa_kernels/kernels/common/score_mod.py"
 _DBIAS = "fa_kernels/kernels/portable/dbias.py"
 _RANGES = "fa_kernels/kernels/common/tile_ranges.py"
 _LAUNCH = "fa_kernels/launch/portable.py"
+_NAMED_ARGUMENTS = "fa_kernels/launch/named_arguments.py"
 _SIZES = "fa_kernels/launch/sizes.py"
 _SINK_ARGS = "fa_kernels/launch/sinks.py"
 _ARGUMENTS = "fa_kernels/validation/arguments.py"
@@ -923,7 +924,7 @@ _PACKED = (
         "launch: rows of no sequence are not written",
         "flashinfer#4452, #4451; aiter#1442",
         "G3 G6",
-        (_LAUNCH, "                x.fill_(", "                x.new_empty(x.shape).fill_("),
+        (_NAMED_ARGUMENTS, "x.fill_(-math.inf", "x.new_empty(x.shape).fill_(-math.inf"),
         hidden="where the last offset is the number of rows",
     ),
     _fault(

@@ -23,6 +23,7 @@ from tests.mutation.judging.verdict import asked, judged_kernels
 __all__ = ["HARDWARE", "OnHardware"]
 
 _LAUNCH = "fa_kernels/launch/portable.py"
+_ARGUMENTS = "fa_kernels/launch/named_arguments.py"
 _WIDE: dict[str, Any] = {"D": 64, "Dv": 64, "dtype": "bf16", "device": "cuda"}
 
 
@@ -55,13 +56,13 @@ _PLAIN_DELTA = Mutant(
 )
 _UNALIGNED = Mutant(
     "launch: tensors that start anywhere are loaded 16 bytes at a time",
-    (Edit(_LAUNCH, "if x.data_ptr() % 16 or", "if x.data_ptr() % 2 or"),),
+    (Edit(_ARGUMENTS, "if x.data_ptr() % 16 or", "if x.data_ptr() % 2 or"),),
 )
 _UNPADDED = Mutant(
     "launch: head_dims below 16 are not padded to 16",
     (
         Edit(
-            _LAUNCH,
+            _ARGUMENTS,
             "return max(16, triton.next_power_of_2(head_dim))",
             "return triton.next_power_of_2(head_dim)",
         ),

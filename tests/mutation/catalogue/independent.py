@@ -124,8 +124,8 @@ INDEPENDENT: tuple[Mutant, ...] = (
         edits=(
             Edit(
                 "fa_kernels/launch/portable.py",
-                '"ALIGNED": _alignment(q, k, v, dout, dk, dv), "ONE_PASS"',
-                '"ALIGNED": _alignment(q, k, v, dk, dv), "ONE_PASS"',
+                '"ALIGNED": alignment(q, k, v, dout, dk, dv), "ONE_PASS"',
+                '"ALIGNED": alignment(q, k, v, dk, dv), "ONE_PASS"',
             ),
         ),
         origin="the list of tensors assumes that the incoming gradient is contiguous. fp16, "

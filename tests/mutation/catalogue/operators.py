@@ -26,6 +26,7 @@ __all__ = ["HOPPER_SITES", "OPERATORS", "SITES", "draw", "mechanical"]
 # Files whose functions and methods are mutated.
 SITES = (
     "fa_kernels/kernels/portable/forward.py",
+    "fa_kernels/kernels/portable/forward_fp8.py",
     "fa_kernels/kernels/portable/kvcache.py",
     "fa_kernels/kernels/portable/combine.py",
     "fa_kernels/kernels/portable/combine_bwd.py",
@@ -45,6 +46,7 @@ SITES = (
     "fa_kernels/kernels/portable/block_lists.py",
     "fa_kernels/kernels/portable/lpt_order.py",
     "fa_kernels/kernels/portable/pool.py",
+    "fa_kernels/launch/named_arguments.py",
     "fa_kernels/launch/portable.py",
     "fa_kernels/launch/sinks.py",
     "fa_kernels/schedule/block_sparse.py",
@@ -56,6 +58,8 @@ SITES = (
     "fa_kernels/operators.py",
     "fa_kernels/pooling.py",
     "fa_kernels/launch/combine.py",
+    "fa_kernels/launch/fp8.py",
+    "fa_kernels/fp8.py",
     "fa_kernels/merging.py",
     "fa_kernels/decoding.py",
     "fa_kernels/launch/call_cache.py",

@@ -76,6 +76,9 @@ TESTS: dict[str, str] = {
     "oracles/calls/of_attention.py": "test_calls test_kinds",
     "oracles/calls/ring.py": "test_calls test_merging_checks",
     "oracles/declaration.py": "test_declarations",
+    "oracles/formats/element.py": "test_formats",
+    "oracles/formats/in_numpy.py": "test_formats",
+    "oracles/formats/in_torch.py": "test_formats",
     "oracles/guarantee.py": "test_claims test_verification",
     "oracles/outputs.py": "test_outputs",
     "oracles/problem.py": "test_problem test_batched",
@@ -205,10 +208,11 @@ TESTS: dict[str, str] = {
     "fa_verify/simulator/interpreter/libdevice.py": "test_interpreter_libdevice",
     "fa_verify/simulator/interpreter/limits.py": "test_interpreter",
     "fa_verify/simulator/interpreter/operators.py": "test_interpreter_operators",
-    "fa_verify/simulator/interpreter/repair.py": "test_interpreter",
+    "fa_verify/simulator/interpreter/repair.py": "test_interpreter test_interpreter_eight_bits",
     "fa_verify/simulator/interpreter/rounding.py": "test_interpreter",
     "fa_verify/simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
     "fa_verify/simulator/interpreter/without_gpu.py": "test_interpreter_without_gpu",
+    "fa_verify/simulator/interpreter/eight_bit_floats.py": "test_interpreter_eight_bits",
 }
 
 

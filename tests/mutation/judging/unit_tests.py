@@ -21,7 +21,16 @@ FILES = tuple(
 OF_THE_CALL = tuple(
     unit_test_file(f"test_{name}")
     for name in (
-        *("visited_tiles", "offsets", "block_mask", "splits", "packed", "tokens", "operators"),
+        *(
+            "visited_tiles",
+            "offsets",
+            "block_mask",
+            "splits",
+            "packed",
+            "tokens",
+            "operators",
+            "fp8",
+        ),
         *(
             "pooled",
             "merged_calls",
@@ -31,6 +40,7 @@ OF_THE_CALL = tuple(
             "dispatch",
             "far_rows",
             "hopper_launches",
+            "fp8",
         ),
     )
 )
@@ -44,9 +54,13 @@ _OF_PARTS = {
     "fa_kernels/merging.py": ("merged_calls",),
     "fa_kernels/decoding.py": ("cached_calls",),
     "fa_kernels/launch/combine.py": ("merged_calls", "splits"),
+    "fa_kernels/launch/fp8.py": ("fp8",),
+    "fa_kernels/fp8.py": ("fp8",),
+    "fa_kernels/kernels/portable/forward_fp8.py": ("fp8",),
     "fa_kernels/pooling.py": ("pooled",),
     "fa_kernels/varlen.py": ("packed", "offsets"),
     "fa_kernels/launch/call_cache.py": ("call_cache",),
+    "fa_kernels/launch/named_arguments.py": ("launch", "far_rows"),
     "fa_kernels/launch/portable.py": ("launch", "hopper_launches"),
     "fa_kernels/launch/sizes.py": ("packed", "tiles_in_a_row"),
     "fa_kernels/schedule/block_sparse.py": ("block_map",),

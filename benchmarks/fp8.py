@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend
 from benchmarks.spread import spread
 from benchmarks.table import markdown
 from fa_kernels import flash_attention, flash_attention_fp8
-from fa_kernels.launch.fp8 import IMPRECISE
 from fa_verify.timing import sdpa
 
 __all__ = ["PROBLEMS", "exact", "quantised"]
@@ -38,6 +37,7 @@ PROBLEMS = (
 )
 _CALLS = 20
 _LARGEST = 448.0
+_ACCUMULATORS = ("fp32", "promoted", "tensor_core")
 Way = Callable[[], torch.Tensor]
 
 
@@ -132,7 +132,7 @@ def _measured(problem: tuple[int, int, int, int, bool], rounds: int) -> list[tup
     add("ours, bf16, portable", portable, want["16 bits"])
     cudnn = sdpa(SDPBackend.CUDNN_ATTENTION)
     add("cuDNN, bf16", partial(cudnn, q, k, v, causal), want["16 bits"])
-    for accumulator in IMPRECISE:
+    for accumulator in _ACCUMULATORS:
         call = partial(
             flash_attention_fp8, q8, k8, v8, **scales, causal=causal, accumulator=accumulator
         )

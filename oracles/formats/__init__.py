@@ -4,4 +4,4 @@
 and back.
 """
 
-__all__: list[str] = []
+__all__ = []

@@ -54,7 +54,7 @@ __all__ = ["P_OFFSET", "columns_kernel", "forward_fp8_kernel"]
 P_OFFSET: tl.constexpr = tl.constexpr(8)
 
 
-class Scales(NamedTuple):
+class _Scales(NamedTuple):
     """The scales of one head: of rows of a query tile, and those of keys from ``k_ptr`` on."""
 
     of_rows: Any
@@ -69,7 +69,7 @@ def _head_scales(ptr, stride_entry, stride_head, offset, h):
 
 
 @triton.jit
-def attend_fp8(
+def _attend(
     state, q, offs_m, keys, values, keys_padded, scales, mask, mods, list_ptr, tiles,
     CONFIG: tl.constexpr, OF_TOKENS: tl.constexpr, IMPRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def attend_fp8(
     columns = offs_dv[:, None].to(tl.int64) * stride
     row_scales = scales.of_rows * mods.qk_scale
     if CONFIG.SCORE_MODS:
-        row_scales = tl.zeros_like(scales.of_rows) + mods.qk_scale
+        row_scales = tl.full([CONFIG.BLOCK_M], 1.0, tl.float32) * mods.qk_scale
     for place in range(tiles.lo, tiles.hi):
         start_n = tile_index(place, list_ptr, CONFIG.PREDICATE) * CONFIG.BLOCK_N
         offs_n = start_n + offs_tile
@@ -310,10 +310,10 @@ def forward_fp8_kernel(
     row_scales = tl.load(of_rows + offs_m.to(tl.int64) * q_scale_row, mask=is_row, other=1.0)
     if not OF_TOKENS:
         row_scales *= tl.load(of_keys)
-    scales = Scales(row_scales, of_keys, k_scale_row)
+    scales = _Scales(row_scales, of_keys, k_scale_row)
     state = empty_state(BLOCK_M, BLOCK_DV, tl.float32)
     tiles, list_ptr = key_tiles(block, mask, lists, CONFIG)
-    state = attend_fp8(
+    state = _attend(
         state, q, offs_m, keys, values, keys_padded, scales, mask, mods, list_ptr, tiles, CONFIG,
         OF_TOKENS, IMPRECISE,
     )  # fmt: skip

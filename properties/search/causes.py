@@ -33,7 +33,7 @@ from fa_verify.oracles.guarantee import (
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES
 from fa_verify.properties.guarantees.compare import Finding
-from fa_verify.properties.kinds.feature import Feature, is_soft
+from fa_verify.properties.kinds.feature import Feature, is_of_size, is_soft
 from fa_verify.properties.kinds.registry import kind_of
 from fa_verify.properties.search.corpus import Cause
 
@@ -174,6 +174,9 @@ class RootCause:
         theirs = {x.name: x.value for x in other.features}
         if self.check != other.check:
             return False
+        below = any(is_of_size(x) and x.name not in theirs for x in self.features)
+        if other.kind == "NaN" != self.kind and below:
+            return False  # it needs no size from which values are wrong
         if other.is_hurried and not self.is_hurried:
             # It may be this cause, if nothing speaks against it.
             holds = kind_of(other.problem).holds

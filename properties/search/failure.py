@@ -196,6 +196,16 @@ class Failure:
         found = found if isinstance(found, list) else self._tried[-1:]
         return [*dict.fromkeys((*self._parts, *found))]
 
+    def without_each(self, numbers: Sequence[int]) -> Iterator[Call]:
+        """Yield the problem nearest to the failing one without each feature of some causes.
+
+        The check that failed passes there, and others may not: they saw the fault that it found.
+        """
+        for cause in self.store.known():
+            if cause.number in numbers and cause.problem.kind == self.problem.kind:
+                for feature in cause.features:
+                    yield from islice(self._beside(self.problem, [feature]), 1)
+
     def is_explained(self, causes: list[RootCause]) -> bool:
         """Return whether some of the causes explain the failure."""
         return isinstance(self._known(self.problem, causes, note=True), list)
@@ -302,6 +312,9 @@ class Failure:
             features = [x for x in cause.features if self.kind.holds(x, problem)]
             # Lengths of 0 are padded keys, though no row sees some keys alone.
             if not {*sharpest(cause.hard)} <= {*features}:
+                continue
+            # NaN below the size from which values are wrong comes from another fault.
+            if outcome.kind == "NaN" != cause.kind and len(features) < len(cause.features):
                 continue
             for beside in self._beside(problem, cause.hard):
                 beyond = self._of(beside)

@@ -125,10 +125,12 @@ class Causes:
             return
         started = time.process_time()
         try:
-            violation.causes = self._failure(runner, violation).causes()
+            failure = self._failure(runner, violation)
+            violation.causes = failure.causes()
             self._confirm(runner, violation.causes)
             self._diagnose(runner, violation.causes)
             if not self._stops:
+                self._ask_beside(runner, violation, failure)
                 self._go_on(runner, violation)
         except Exception as error:
             violation.add_note(f"it has no cause: {type(error).__name__}: {error}")
@@ -151,6 +153,26 @@ class Causes:
     def _stops(self) -> bool:
         """Whether the run ends with its first failure, or draws on by itself."""
         return self.config.option.maxfail == 1 or self.config.pluginmanager.has_plugin("fuzzing")
+
+    def _ask_beside(self, runner: Runner, violation: Violation, failure: Failure) -> None:
+        """Make all of several checks on problems without the causes, where one problem was given.
+
+        A problem that is wrong by itself hides what other checks find.
+        """
+        if not hasattr(violation.claim, "checks"):
+            return
+        assert violation.claim is not None
+        seconds = min(SECONDS, max(0.0, self._left - FAILURE_SECONDS))
+        beyond = Beyond(runner, self.store, seconds)
+        for problem in failure.without_each(tuple(violation.causes)):
+            found = beyond.findings(problem, violation.claim)
+            if found:
+                violation.findings += found
+                more = Violation(found, violation.claim)
+                violation.causes += self._failure(runner, more).causes()
+        violation.beyond += beyond.judged
+        self._confirm(runner, violation.causes)
+        self._diagnose(runner, violation.causes)
 
     def _go_on(self, runner: Runner, violation: Violation) -> None:
         """Draw the problems of a failed test again, and explain failures beyond known causes.

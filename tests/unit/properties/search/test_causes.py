@@ -185,6 +185,31 @@ def test_a_smaller_problem_that_fails_for_another_cause_explains_nothing():
     assert "M is no multiple of 16" in [x.features[0].name for x in store.known()]
 
 
+def test_nan_below_the_size_from_which_values_are_wrong_is_another_fault():
+    store = Known()
+    (large,) = causes_of(runner_of("second tile"), dataclasses.replace(LONG, dtype="fp16"), store)
+    store.replace(dataclasses.replace(large, features=(*large.features, Feature("causal"))))
+    small = Problem(M=8, N=8, dtype="fp16", mask=Mask(causal=True))
+    (wrong,) = causes_of(runner_of("causal NaN"), small, store)
+    assert (wrong.kind, wrong.number) == ("NaN", 2)
+    # Other wrong values below it may be the same fault in a dtype of another threshold.
+    (wrong,) = causes_of(runner_of("causal scaled"), small, Known())
+    assert store.known()[0].covers(wrong)
+
+
+def test_several_checks_are_made_beside_the_problem_that_one_of_them_failed():
+    """The second fault is found by another check, which the first one hides on that problem."""
+    runner, store = runner_of("second tile"), Known()
+    problem = dataclasses.replace(LONG, dtype="fp16", mask=Mask(window_left=3))
+    findings = runner.findings(problem, accuracy)
+    failure = Failure(runner, accuracy, findings, store)
+    (number,) = failure.causes()
+    beside = [*failure.without_each([number])]
+    assert beside
+    assert all(x.M <= 16 for x in beside)
+    assert not any(runner.findings(x, accuracy) for x in beside)
+
+
 def test_a_quick_problem_is_judged_again_beyond_the_cause_to_which_it_shrank():
     runner, store = runner_of("padding counted", "causal NaN"), Known()
     entry = Entry(Problem(M=3, N=3, mask=Mask(causal=True)), ("G1",))

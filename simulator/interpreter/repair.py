@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from fa_verify.simulator.interpreter.addresses import watch_addresses
 from fa_verify.simulator.interpreter.dot_order import product_in_order
+from fa_verify.simulator.interpreter.eight_bit_floats import EIGHT_BIT_FLOATS, read, saturated
 from fa_verify.simulator.interpreter.launches import (
     leave_tensors_on_the_cpu,
     repair_launches,
@@ -55,6 +56,7 @@ def repair() -> None:
 
     - Casts between fp16, bf16, fp32 and fp64, and from integers, round once: to nearest, ties to
       even, or toward zero if the kernel requests it. bf16 widens exactly.
+    - Casts to fp8e4nv and fp8e5 round once too, and saturate. NaN in them is read as NaN.
     - Elementwise operations on bf16 compute in fp32 and round to bf16. ``fma`` rounds once.
     - A comparison of scalars can be part of a mask of blocks.
     - ``tl.sum`` and the scans over fp16 and bf16 round after every addition. The sum is a tree.
@@ -120,7 +122,8 @@ def describe() -> str:
     if not _repaired:
         return "interpreter not repaired"
     return (
-        "interpreter repaired: bf16 round-to-nearest-even casts, bf16 arithmetic and dots, "
+        "interpreter repaired: bf16 round-to-nearest-even casts, saturating casts to e4m3 and "
+        "e5m2, bf16 arithmetic and dots, "
         "poisoned masked loads, checked addresses, TF32 truncation, libdevice, block pointers, "
         "one language patch a launch, "
         "first configurations of autotuners"
@@ -170,10 +173,22 @@ def _is_bf16(handle: Any) -> bool:
     return bool(handle.dtype.scalar.name == "bf16" and handle.data.dtype == np.uint16)
 
 
+def _is_8_bit_float(handle: Any) -> bool:
+    """Return whether a handle holds codes of e4m3 or e5m2."""
+    return handle.dtype.scalar.name in EIGHT_BIT_FLOATS and handle.data.dtype == np.uint8
+
+
 def _values(handle: Any) -> Array:
-    """Return a handle's data as NumPy numbers, bfloat16 as float32."""
+    """Return a handle's data as NumPy numbers, bfloat16, e4m3 and e5m2 as float32."""
     data: Array = handle.data
+    if _is_8_bit_float(handle):
+        return read(data, handle.dtype.scalar.name)
     return widen_bf16(data) if _is_bf16(handle) else data
+
+
+def _is_other_fp8(kind: Any) -> bool:
+    """Return whether a type is one of the formats of 8 bits that are not repaired."""
+    return bool(kind.is_fp8() and kind.name not in EIGHT_BIT_FLOATS)
 
 
 def _repair_casts(interpreter: Any) -> None:
@@ -186,17 +201,21 @@ def _repair_casts(interpreter: Any) -> None:
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         target = dst_type.scalar
-        if src.dtype.scalar.is_fp8() or target.is_fp8():
+        if _is_other_fp8(src.dtype.scalar) or _is_other_fp8(target):
             return original_cast(self, src, dst_type)
         values = _values(src)
+        if target.name in EIGHT_BIT_FLOATS:
+            return handle_of(saturated(values, target.name), target)
         if target.is_bf16():
             return handle_of(nearest_bf16(values), target)
         return handle_of(values.astype(interpreter._get_np_dtype(target)), target)
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         target = dst_type.scalar
-        if src.dtype.scalar.is_fp8() or target.is_fp8():
+        if _is_other_fp8(src.dtype.scalar) or _is_other_fp8(target):
             return original_fp_to_fp(self, src, dst_type, rounding_mode)
+        if target.name in EIGHT_BIT_FLOATS and rounding_mode == toward_zero:
+            return handle_of(saturated(_values(src), target.name, toward_zero=True), target)
         nearest = cast_impl(self, src, dst_type)
         if rounding_mode != toward_zero:
             return nearest
@@ -312,8 +331,8 @@ def _repair_dots(interpreter: Any) -> None:
     tf32 = interpreter._ir.INPUT_PRECISION.TF32
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
-        if _is_bf16(a):
-            a, b = (handle_of(widen_bf16(x.data), tl.float32) for x in (a, b))
+        if _is_bf16(a) or _is_8_bit_float(a):
+            a, b = (handle_of(_values(x), tl.float32) for x in (a, b))
         elif a.data.dtype == np.float32 and input_precision == tf32:
             a, b = (handle_of(truncate_to_tf32(x.data), tl.float32) for x in (a, b))
         elif a.data.dtype == np.float16 and d.data.dtype == np.float32:

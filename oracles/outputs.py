@@ -71,6 +71,9 @@ class Numerics:
         softcap_slope: The derivative of tanh is the "difference" 1 - tanh**2, as in automatic
             differentiation, which loses all digits where tanh is nearly 1; or it is "exact", to a
             few roundings of itself.
+        dequantised: The products of codes and scales of a cache are "exact" but for roundings to
+            float32, or operands of dots are "rounded" to the dtype of q.
+        v_scale_on: Scales of values multiply "v" or its sums, or "p" before its cast.
 
     Raises:
         ValueError: A declaration is out of range.
@@ -97,6 +100,8 @@ class Numerics:
     flushes: bool = False
     backward_reads: tuple[str, ...] = ()
     softcap_slope: str = "difference"
+    dequantised: str = "exact"
+    v_scale_on: str = "v"
 
     @property
     def rounded_sums(self) -> tuple[str, ...]:
@@ -141,4 +146,6 @@ _CHOICES = {
         ("out", "m_and_l"),
     ),
     "softcap_slope": ("difference", "exact"),
+    "dequantised": ("exact", "rounded"),
+    "v_scale_on": ("v", "p"),
 }

@@ -67,6 +67,8 @@ def attention_kernel(
     flushes: bool = _UNSET,
     backward_reads: Sequence[str] = _UNSET,
     softcap_slope: str = _UNSET,
+    dequantised: str = _UNSET,
+    v_scale_on: str = _UNSET,
     bitwise: Sequence[str] = _UNSET,
     same_bits: Sequence[str] = _UNSET,
     refuses: Sequence[str] = _UNSET,
@@ -76,6 +78,10 @@ def attention_kernel(
     kvcache: Callable[..., Any] | None = _UNSET,
     cache: Sequence[str] = _UNSET,
     page_sizes: Sequence[int] | None = _UNSET,
+    cache_formats: Sequence[str] = _UNSET,
+    cache_scales: Sequence[str] = _UNSET,
+    scale_divides: bool = _UNSET,
+    writing: Mapping[str, Any] = _UNSET,
     kvcache_splits: Callable[[Any], int] | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
     paths: Callable[[Any], tuple[str, ...]] | None = _UNSET,
@@ -162,6 +168,9 @@ def attention_kernel(
             differentiation. Gradients are judged given these results too.
         softcap_slope: Whether the slope of a softcap is the "difference" 1 - tanh**2, or "exact",
             to a few roundings of itself, where tanh is nearly 1.
+        dequantised: Whether products of codes and scales are "exact" but for float32 roundings, or
+            operands of dots that are "rounded" to the dtype of q.
+        v_scale_on: Whether scales of values multiply "v" or its sums, or "p" before its cast.
         bitwise: Guarantees promised bitwise, from "G4", "G5", "G8", "G9", "G10". The others are
             compared within the bound.
         same_bits: Choices that change no bit of a result: "batch", the number and the lengths of
@@ -183,6 +192,14 @@ def attention_kernel(
             (``page_table=``) and "append" (``k=``, ``v=``). Without ``kvcache``, the kernel itself
             is such a function, and takes no padded tensors.
         page_sizes: Supported numbers of rows of a page; None is any.
+        cache_formats: Formats of the cached keys and values, from "input" (the dtype of q),
+            "e4m3fn", "e5m2" and "int8". A cache of codes has the keywords ``k_scale`` and
+            ``v_scale``.
+        cache_scales: Places that share a scale, from "tensor" (1,), "head" (Hk,), "page" (pages,
+            Hk) and "token_head" (pages, page_size, Hk), all float32.
+        scale_divides: Whether a number is its code divided by the scale, and not times it.
+        writing: How new keys and values become codes: a dict of the fields of
+            ``fa_verify.oracles.formats.writing.Writing``.
         kvcache_splits: Function from a problem to the ``splits`` of ``kvcache``.
         tiles: Function from a problem to (block_m, block_n) of the forward, for reports and
             ``l_tile``.

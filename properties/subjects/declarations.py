@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
+from fa_verify.oracles.calls.cache import OF_INPUTS, SCALES
+from fa_verify.oracles.formats.element import FORMATS
+from fa_verify.oracles.formats.writing import Writing
 from fa_verify.oracles.guarantee import G4, G5, G8, G9, G10, I1, I2, I4, I5, I6
 from fa_verify.oracles.outputs import Numerics
 from fa_verify.oracles.problem import DTYPES, LAYOUTS
@@ -22,6 +25,7 @@ __all__ = [
     "ASSUMED_CONVENTIONS",
     "BITWISE",
     "CACHES",
+    "CACHE_FORMATS",
     "DEFAULT_SCALE",
     "NARROWINGS",
     "NUMERICS",
@@ -45,6 +49,8 @@ SAME_BITS = {
 }  # fmt: skip
 # Features of calls with a cache: one row of the cache an entry, pages, and new keys.
 CACHES = ("contiguous", "paged", "append")
+# Formats of a cache: the dtype of q, and codes.
+CACHE_FORMATS = (OF_INPUTS, *FORMATS)
 NUMERICS = tuple(item.name for item in dataclasses.fields(Numerics))
 # The values of numerics that differ from the defaults, those that widen the bound least first.
 NUMERICS_THAT_DIFFER: tuple[dict[str, object], ...] = (
@@ -66,11 +72,15 @@ _SUBSETS: dict[str, tuple[str, ...]] = {
     "backward_reads": ("out", "lse", "m_and_l"),
     "score_mods": SCORE_MODS,
     "cache": CACHES,
+    "cache_formats": CACHE_FORMATS,
+    "cache_scales": SCALES,
     "refuses": BAD_CALLS,
 }
 _NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
 # Subsets that must not be empty, as there would be nothing to verify.
-_NEVER_EMPTY = ("dtypes", "layouts", "dirty", "devices", "cache")
+_NEVER_EMPTY = (
+    "dtypes", "layouts", "dirty", "devices", "cache", "cache_formats", "cache_scales"
+)  # fmt: skip
 # Declarations that are one of these values.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "gqa": (True, False),
@@ -91,6 +101,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ds_scaled": (False, True),
     "p_normalised": (False, True),
     "flushes": (False, True),
+    "scale_divides": (False, True),
 }
 _COUNTS = ("seqlen_multiple", "max_seqlen", "block_n", "ds_roundings", "splits")
 # Declarations that are callables.
@@ -98,7 +109,10 @@ _FUNCTIONS = ("tiles", "paths", "pooled", "states", "packed", "kvcache", "kvcach
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.
 DEFAULT_SCALE = "1/sqrt(D)"
 # All declarations.
-_OTHERS = ("head_dims", "page_sizes", "fixed_scale", *_COUNTS, *NUMERICS, "configs", *_FUNCTIONS)
+_OTHERS = (
+    "head_dims", "page_sizes", "fixed_scale", *_COUNTS, *NUMERICS, "configs", "writing",
+    *_FUNCTIONS,
+)  # fmt: skip
 WORDS = tuple(dict.fromkeys((*_SUBSETS, *_CHOICES, *_OTHERS)))
 # Declarations for which None means the same as no declaration.
 _NONE_IS_NOTHING = (
@@ -235,7 +249,7 @@ def unknown_word(name: str, word: str) -> ValueError:
 def _not_supported(*words: object) -> str:
     """Return a sentence for words that ask for a feature that is not supported; else nothing."""
     asks = any(_NOT_SUPPORTED.search(str(word)) for word in words)
-    return "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported" if asks else ""
+    return "; fp8 and int8 of q, dropout and AMD GPUs are not supported" if asks else ""
 
 
 def _close_match(word: str) -> str | None:
@@ -277,6 +291,8 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
             declared[word] = _sizes(f"{name}.{word}", declared[word])
     if "cache" in declared and set(declared["cache"]) <= {"append"}:
         raise ValueError(f"{name}.cache is {declared['cache']!r}; needs 'contiguous' or 'paged'")
+    if "writing" in declared:
+        declared["writing"] = _writing(f"{name}.writing", declared["writing"])
     if "fixed_scale" in declared:
         _check_scale(f"{name}.fixed_scale", declared["fixed_scale"])
     _check_masks(name, declared)
@@ -325,6 +341,21 @@ def _words(where: str, given: object, known: tuple[str, ...]) -> tuple[str, ...]
     if unknown:
         raise ValueError(f"{where} has {unknown}; known are {known}{_not_supported(*unknown)}")
     return tuple(word for word in known if word in given)
+
+
+def _writing(where: str, given: object) -> Writing:
+    """Convert a dict of the fields of ``Writing``."""
+    if isinstance(given, Writing):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is {given!r}; needs a dict of the fields of Writing")
+    try:
+        return Writing(**given)
+    except TypeError:
+        known = tuple(item.name for item in dataclasses.fields(Writing))
+        raise ValueError(f"{where} is {given!r}; needs fields out of {known}") from None
+    except ValueError as error:  # the message begins with the name of the field
+        raise ValueError(f"{where}.{error}") from None
 
 
 def _sizes(where: str, given: object) -> tuple[int, ...]:

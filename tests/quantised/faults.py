@@ -26,7 +26,7 @@ def fault(origin: str, **words):
     return added
 
 
-@fault("sgl-project/sglang#18882: one scale for all heads")
+@fault("one scale for all heads")
 class ScaleOfHead0(CodesKernel):
     def scales(self, name, scale, page, row, codes):
         return super().scales(name, scale, page, row, codes)[..., :1].expand(codes.shape[:3])
@@ -38,18 +38,24 @@ class ScalesSwapped(CodesKernel):
         return super().__call__(q, k_cache, v_cache, k_scale=v_scale, v_scale=k_scale, **given)
 
 
-@fault("vllm-project/vllm#34759: a scale of values that is not applied")
+@fault("sgl-project/sglang#18882: a scale that kernels are not given")
 class ScaleOfValuesDropped(CodesKernel):
     def scales(self, name, scale, page, row, codes):
         found = super().scales(name, scale, page, row, codes)
         return torch.ones_like(found) if name == "v" else found
 
 
-@fault("vllm-project/vllm#42580: scales reset to 1")
+@fault("vllm-project/vllm#51091: scales of keys reset to 1, and codes left as they are")
 class ScaleOfKeysDropped(CodesKernel):
     def scales(self, name, scale, page, row, codes):
         found = super().scales(name, scale, page, row, codes)
         return torch.ones_like(found) if name == "k" else found
+
+
+@fault("vllm-project/vllm#42580: a path that returns codes before it reads either scale")
+class BothScalesDropped(CodesKernel):
+    def scales(self, name, scale, page, row, codes):
+        return torch.ones_like(super().scales(name, scale, page, row, codes))
 
 
 @fault("scales of the row before, within a page")
@@ -64,7 +70,10 @@ class DividesByTheScale(CodesKernel):
         return codes / scales[..., None]
 
 
-@fault("scales of tokens are read as (pages, Hk, page_size)", cache_scales=("token_head",))
+@fault(
+    "vllm-project/vllm#49716: strides of scales from a shape that they do not have",
+    cache_scales=("token_head",),
+)
 class SwappedStridesOfScales(CodesKernel):
     def scales(self, name, scale, page, row, codes):
         size, heads = scale.shape[1:]
@@ -118,7 +127,7 @@ class ScalesOfPagesByPlace(CodesKernel):
         return super().__call__(q, k_cache, v_cache, **given)
 
 
-@fault("sgl-project/sglang#24198: a scale that is applied twice")
+@fault("a scale that is applied twice")
 class ScaleAppliedTwice(CodesKernel):
     def dequantised(self, codes, scales):
         return super().dequantised(super().dequantised(codes, scales), scales)
@@ -130,7 +139,7 @@ class ScaleOfTheFirstRow(CodesKernel):
         return super().scales(name, scale, page, torch.zeros_like(row), codes)
 
 
-@fault("sgl-project/sglang#29278: scales of another layer's pages")
+@fault("ovg-project/kvcached#435: scales of all pages at one address")
 class ScalesOfPage0(CodesKernel):
     def scales(self, name, scale, page, row, codes):
         return super().scales(name, scale, torch.zeros_like(page), row, codes)

@@ -235,6 +235,18 @@ C5 = Guarantee(
     "nothing cached",
     "Without a key in the cache, a place in the table or an entry, out is 0 and lse -inf.",
 )
+C6 = Guarantee(
+    "C6",
+    "places of codes",
+    "Each element of a cache of codes takes its code and its scale from the place that the call "
+    "names: page, row, head and channel.",
+)
+C7 = Guarantee(
+    "C7",
+    "codes written",
+    "An append to a cache of codes writes the codes, and the scales of tokens, that the declared "
+    "rule makes: ties, numbers beyond the range and zeros too, to the bit.",
+)
 T3 = Guarantee(
     "T3",
     "logic in float64",

@@ -206,6 +206,20 @@ class Numerics:
         "numerics",
     )
 
+    dequantised: str = declared(
+        "exact",
+        'products of codes and scales of a cache are "exact" but for float32 roundings, or '
+        'operands of dots that are "rounded" to the dtype of q: [Formats](formats.md)',
+        one_of("exact", "rounded"),
+        "numerics",
+    )
+    v_scale_on: str = declared(
+        "v",
+        'scales of values multiply "v" or its sums, or "p" before its cast',
+        one_of("v", "p"),
+        "numerics",
+    )
+
     @property
     def rounded_sums(self) -> tuple[str, ...]:
         """The outputs whose partial sums are rounded to the dtype of the inputs."""

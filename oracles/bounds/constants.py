@@ -55,6 +55,7 @@ class Constants:
         max_in: Largest finite value of the dtype of inputs and outputs.
         max_p: Largest finite value of the dtype of the cast P and dS.
         max_acc: Largest finite accumulator value.
+        p_factor: The least factor on P before its cast, at most 1.
     """
 
     u: float
@@ -75,6 +76,7 @@ class Constants:
     max_in: float
     max_p: float
     max_acc: float
+    p_factor: float = 1.0
 
     def eta_prescaled(self, prescales: str, sm_scale: float) -> float:
         """The error of a score if a prescaled operand underflows, per unit of the other operand.

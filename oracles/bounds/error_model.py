@@ -432,6 +432,7 @@ def judge(
     numerics: Numerics,
     softcap: float | None = None,
     rows: int | None = None,
+    p_factor: float = 1.0,
 ) -> Judgement:
     """Returns the bound of every element of every output, its sum of |terms|, and the range check.
 
@@ -456,6 +457,8 @@ def judge(
         softcap: c of scores c tanh(sm_scale q.k / c), > 0; None without a softcap.
         rows: Height of a chunk, rounded up to a multiple of 16, and more where its rows see few
             keys; None limits its memory.
+        p_factor: The least factor, at most 1, on P before its cast: a scale of values. An underflow
+            then loses as much more of P.
 
     Returns:
         Float64 tensors on q's device.
@@ -471,6 +474,7 @@ def judge(
     (arXiv:2307.08691).
     """
     c = constants(in_dtype, numerics, dequantised=not q.dtype == k.dtype == v.dtype)
+    c = dataclasses.replace(c, p_factor=p_factor)
     (B, H, M, _), (Hk, N) = q.shape, k.shape[1:3]
     if N == 0 < B * M and sinks is not None:
         return _without_keys(

@@ -426,6 +426,8 @@ def forward_error(
         out:  core + u_in (|out| + core) + eta_in
         lse:  log sum p exp(E) + gamma_l + u_log (1 + |ln l| + r) + 4u (max(|m|, |L|) + r)
 
+    A kernel that multiplies P by scales of values before its cast loses (eta + FTZ) / their least.
+
     A sink is one more term of each sum, with a v of 0. It adds one product to the accumulation and
     one to the flushes, and two roundings to gamma_l.
 
@@ -466,7 +468,7 @@ def forward_error(
     rounding = c.u_cast + (1 + c.u_cast) * c.g(
         torch.add(scores.visits, scores.tiles, alpha=numerics.block_n + 1)
     )
-    lost = torch.full_like(m, c.eta_p + c.ftz)
+    lost = torch.full_like(m, (c.eta_p + c.ftz) / c.p_factor)
     if not numerics.p_normalised:
         lost *= (m - lse).add_(largest, alpha=2).exp_().clamp_(max=1.0)
     core = torch.addcmul(spread, rounding.unsqueeze(2), out_terms + growth_of_terms).div_(Z)

@@ -1,7 +1,5 @@
 """Formats of 8 bits as values, with casts of our own in two writings.
 
 ``element.py`` has the formats, ``in_torch.py`` and ``in_numpy.py`` the casts from float64 to codes
-and back.
+and back, and the codes and scales that a kernel writes. ``writing.py`` has the rule of the latter.
 """
-
-__all__ = []

@@ -8,8 +8,8 @@ import torch
 
 __all__ = ["FORMATS", "OVERFLOWS", "ROUNDINGS", "ElementFormat", "format_of"]
 
-# To nearest with ties to even, to nearest with ties away from 0, and toward 0.
-ROUNDINGS = ("nearest", "nearest_away", "truncate")
+# To nearest with ties to even, and toward 0.
+ROUNDINGS = ("nearest", "truncate")
 # A number beyond the largest becomes the largest, or the format's infinity or NaN.
 OVERFLOWS = ("saturate", "nan")
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa_verify.oracles.formats.element import ElementFormat
+from fa_verify.oracles.formats.writing import Writing
 
-__all__ = ["decoded", "encoded"]
+__all__ = ["decoded", "encoded", "scales_written", "written"]
 
 Array = NDArray[Any]
 _FRACTION = (1 << 52) - 1
@@ -49,8 +50,6 @@ def encoded(
     # 3. Rounding. A carry into the exponent is right, because codes are consecutive.
     if rounding == "nearest":
         whole = whole + ((rest > half) | ((rest == half) & (whole & 1 == 1)))
-    elif rounding == "nearest_away":
-        whole = whole + (rest >= half)
     negative = np.signbit(x)
     if form.is_integer:
         signed = np.where(negative, -np.minimum(whole, 128), np.minimum(whole, 127))
@@ -85,3 +84,29 @@ def decoded(codes: Array, form: ElementFormat) -> Array:
         beyond = np.full_like(beyond, np.nan)
     size = np.where(code > form.largest_code, beyond, size)
     return np.asarray(np.where(codes >> 7 == 1, -size, size))
+
+
+def scales_written(x: Array, form: ElementFormat, rule: Writing) -> Array:
+    """Returns the scale of each token and head, float32; see ``in_torch.scales_written``."""
+    largest = np.abs(x.astype(np.float32)).max(-1, initial=0.0)
+    scale = np.divide(largest, np.float32(form.largest), dtype=np.float32)
+    return np.asarray(np.maximum(scale, np.float32(rule.least_scale)))
+
+
+def written(x: Array, scale: Array, form: ElementFormat, rule: Writing, *, divides: bool) -> Array:
+    """Returns the codes of appended numbers as unsigned bytes; see ``in_torch.written``."""
+    single = np.float32
+    x, scale = x.astype(single), np.broadcast_to(scale, x.shape).astype(single)
+    there = scale != 0
+    if divides:
+        number = x * scale
+    else:
+        number = np.zeros_like(x)
+        if rule.by == "reciprocal":
+            number[there] = x[there] * (single(1) / scale[there])
+        else:
+            number[there] = x[there] / scale[there]
+    if rule.rounding == "half_added":
+        number = np.copysign(np.abs(number) + single(0.5), number)
+        return encoded(number.astype(np.float64), form, "truncate", rule.overflow)
+    return encoded(number.astype(np.float64), form, rule.rounding, rule.overflow)

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 
 from fa_verify.oracles.formats.element import ElementFormat
+from fa_verify.oracles.formats.writing import Writing
 
-__all__ = ["decoded", "encoded"]
+__all__ = ["decoded", "encoded", "scales_written", "written"]
 
 
 @cache
@@ -48,8 +49,6 @@ def encoded(
     # 2. The choice between them.
     if rounding == "nearest":
         up = (twice > middle) | ((twice == middle) & (below % 2 == 1))
-    elif rounding == "nearest_away":
-        up = twice >= middle
     else:
         up = (size == torch.inf) & (overflow == "nan")
     code = below + up
@@ -83,3 +82,42 @@ def _numbers(form: ElementFormat, device: str) -> torch.Tensor:
 def decoded(codes: torch.Tensor, form: ElementFormat) -> torch.Tensor:
     """Returns the float64 numbers of codes, which are a tensor of the format's dtype."""
     return _numbers(form, str(codes.device))[codes.view(torch.uint8).to(torch.int64)]
+
+
+def scales_written(x: torch.Tensor, form: ElementFormat, rule: Writing) -> torch.Tensor:
+    """Returns the scale of each token and head, float32, of x (..., columns).
+
+    Args:
+        x: Float64, the numbers of 16 or 32 bits that are appended.
+        form: The format.
+        rule: The rule.
+    """
+    largest = x.abs().amax(-1).to(torch.float32)
+    return (largest / form.largest).clamp(min=rule.least_scale)
+
+
+def written(
+    x: torch.Tensor, scale: torch.Tensor, form: ElementFormat, rule: Writing, *, divides: bool
+) -> torch.Tensor:
+    """Returns the codes of appended numbers, of the format's dtype.
+
+    Args:
+        x: Float64, the numbers of 16 or 32 bits that are appended.
+        scale: Float32, broadcasts to x.
+        form: The format.
+        rule: The rule.
+        divides: Whether a code is divided by the scale where it is read, so that x is multiplied
+            by it.
+    """
+    number = x.to(torch.float32)
+    if divides:
+        number = number * scale
+    elif rule.by == "reciprocal":
+        number = number * scale.reciprocal()
+    else:
+        number = number / scale
+    number = torch.where(scale == 0, torch.zeros_like(number), number)
+    rounding = rule.rounding
+    if rounding == "half_added":
+        number, rounding = number + torch.where(number < 0, -0.5, 0.5), "truncate"
+    return encoded(number.to(torch.float64), form, rounding, rule.overflow)

@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import pad
 
 from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.formats.element import format_of
+from fa_verify.oracles.formats.in_torch import decoded
 from fa_verify.oracles.guarantee import C1, C2, C3, C4, C5, G1, G5, G10, I1, I3, Guarantee
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.guarantees.agreement import exact, found_where, outside, same_or_inside
@@ -26,15 +28,14 @@ from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_i
 from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kernels.vocabulary import SAME_BITS
-from fa_verify.properties.kinds.caches import CacheTrial, Result, expected, run, run_cache
+from fa_verify.properties.kinds.caches import Caches, CacheTrial, Result, expected, run, run_cache
 from fa_verify.properties.running.trial import run_kvcache
 
 __all__ = [
     "OTHER_CALLS", "accuracy", "append", "decoding", "far_pages", "free_rows", "hidden_keys",
-    "neighbours", "nothing", "page_sizes", "pages", "written",
+    "left_by_append", "neighbours", "nothing", "page_sizes", "pages", "written",
 ]  # fmt: skip
 
-_Caches = tuple[torch.Tensor, torch.Tensor]
 # How other calls compute what a first one does, the results of both, and the problem of the other
 # call if it has one.
 _Calls = Iterator[tuple[str, Result, Result, CacheProblem | None]]
@@ -67,6 +68,11 @@ def _agree(
 def _other_calls(trial: CacheTrial, word: str, guarantee: Guarantee) -> list[Finding]:
     """Return the findings of ``_agree`` for the calls that a word of ``same_bits`` compares."""
     findings, count = [], 0
+    cached = _cached(trial)
+    if cached is None:
+        trial.not_applicable(guarantee.key, "to a call without appends, which is out of range")
+        return []
+    trial = cached
     for told, first, again, called in OTHER_CALLS[word](trial.subject, trial.problem):
         count += 1
         # The first call may be another one than the trial's, such as one without an append.
@@ -81,14 +87,38 @@ def _other_calls(trial: CacheTrial, word: str, guarantee: Guarantee) -> list[Fin
     return findings
 
 
-def _left(trial: CacheTrial, x: CacheInputs, want: _Caches) -> list[Finding]:
-    """C3: return findings where the caches are not what the append makes of them."""
+def left_by_append(trial: CacheTrial, x: CacheInputs, want: Caches) -> list[Finding]:
+    """C3: return findings where caches and scales are not what the append makes of them.
+
+    Any code of NaN is as good as another. Codes are shown by their numbers.
+    """
     findings = []
-    for name, got, value in zip(("k_cache", "v_cache"), (x.k_cache, x.v_cache), want, strict=True):
-        bad = ~same_bits(got, value)
+    for name, value in want._asdict().items():
+        got = getattr(x, name)
+        if value is None or (name.endswith("scale") and not x.writes_scales):
+            continue
+        form = format_of(value.dtype)
+        if form is None:
+            bad = ~same_bits(got, value)
+        else:
+            bad = got.view(torch.uint8) != value.view(torch.uint8)
+            got, value = decoded(got, form), decoded(value, form)
+            bad &= ~(got.isnan() & value.isnan())
         claim = "is not what an append of its rows leaves"
         findings += found_where(trial, name, bad, got, value, C3, claim)
     return findings
+
+
+def _cached(trial: CacheTrial) -> CacheTrial | None:
+    """Return a trial whose keys are all in the cache before the call; None if it is out of range.
+
+    An append to a cache of codes makes codes and scales of its own. Calls that find all keys in
+    the cache are compared with each other instead.
+    """
+    if trial.problem.format is None or not trial.problem.new:
+        return trial
+    held = run(trial.subject, dataclasses.replace(trial.problem, new=0))
+    return None if held is None else dataclasses.replace(held, asked=trial.asked)
 
 
 def accuracy(trial: CacheTrial) -> list[Finding]:
@@ -98,7 +128,7 @@ def accuracy(trial: CacheTrial) -> list[Finding]:
 
 def written(trial: CacheTrial) -> list[Finding]:
     """C3: the call leaves the caches as its append makes them."""
-    return _left(trial, trial.called, trial.caches)
+    return left_by_append(trial, trial.called, trial.caches)
 
 
 def pages(trial: CacheTrial) -> list[Finding]:
@@ -132,6 +162,9 @@ def page_sizes(trial: CacheTrial) -> list[Finding]:
         # It may depend on the places of an entry.
         trial.not_applicable(C1.key, _OF_ENTRIES)
         return []
+    if trial.problem.scales == "page":
+        trial.not_applicable(C1.key, "to scales of pages, of which others would have others")
+        return []
     return _other_calls(trial, "varlen", C1)
 
 
@@ -143,13 +176,13 @@ def free_rows(trial: CacheTrial) -> list[Finding]:
     findings = []
     for fill, wild in zip((math.nan, math.inf, 1.0), _WILD, strict=True):
         x = make_cache(problem, inputs, fill=fill, wild=wild)
-        want = expected(x)
+        want = expected(trial.subject, problem, x)
         again = run_cache(trial.subject, problem, x)
         claim = (
             f"depends on rows that hold {fill} and no key, or on places of the table with {wild}"
         )
         findings += _agree(first, again, G10, C2, claim)
-        findings += _left(trial, x, want)
+        findings += left_by_append(trial, x, want)
     return findings
 
 
@@ -218,14 +251,14 @@ def append(trial: CacheTrial) -> list[Finding]:
     """C3: keys appended in one call, in several, or before give the same bits and caches."""
     problem, inputs = trial.problem, trial.inputs
     findings = written(trial)
-    there = make_cache(problem, inputs, new=0)
+    there = _appended_before(trial)
     claim = "differs where the new keys are in the cache before the call"
     again = run_cache(trial.subject, problem, there)
     findings += _agree(trial, again, G10, C3, claim)
     in_two = make_cache(problem, inputs)
     if in_two.k is None or in_two.v is None or problem.new < 2:
         return findings
-    want, k, v = expected(in_two), in_two.k, in_two.v
+    want, k, v = expected(trial.subject, problem, in_two), in_two.k, in_two.v
     cut = 1 + problem.seed % (problem.new - 1)
     for start, stop in ((0, cut), (cut, problem.new)):
         last = run_cache(
@@ -237,7 +270,15 @@ def append(trial: CacheTrial) -> list[Finding]:
         )  # fmt: skip
     claim = f"differs where the first {cut} new keys are appended by a call of their own"
     findings += _agree(trial, last, G10, C3, claim)
-    return findings + _left(trial, in_two, want)
+    return findings + left_by_append(trial, in_two, want)
+
+
+def _appended_before(trial: CacheTrial) -> CacheInputs:
+    """Return the call of a trial with the new keys in the cache, as its append has to leave it."""
+    x = make_cache(trial.problem, trial.inputs)
+    caches = expected(trial.subject, trial.problem, x)._asdict()
+    seqlens = x.cache_seqlens + trial.problem.new
+    return x._replace(k=None, v=None, cache_seqlens=seqlens, **caches)
 
 
 def nothing(trial: CacheTrial) -> list[Finding]:
@@ -364,7 +405,7 @@ def _decoded(subject: Subject, problem: CacheProblem, first: Result, ends: list[
     """
     inputs, M, count = shared_inputs(problem), problem.attention.M, ends[-1]
     last = make_cache(problem, inputs, new=count)
-    appends = "append" in subject.cache
+    appends = "append" in subject.cache and problem.format is None
     x = make_cache(problem, inputs, new=count if appends else 0)
     assert last.k is not None
     assert last.v is not None
@@ -435,7 +476,7 @@ def far_pages(trial: CacheTrial) -> list[Finding]:
     """C4: pages that lie 2**31 elements or more apart are read and written where they are."""
     problem, device = trial.problem, trial.problem.device
     x = make_cache(problem, trial.inputs, order=None, is_shared=False)
-    want = expected(x)
+    want = expected(trial.subject, problem, x)
     name = ("k_cache", "v_cache")[problem.seed % 2]
     cache = getattr(x, name)
     if len(cache) < 2 or not cache.numel():
@@ -455,7 +496,7 @@ def far_pages(trial: CacheTrial) -> list[Finding]:
     moved.copy_(cache)
     made = x._replace(**{name: moved})
     again = run_kvcache(trial.subject, problem.attention, made)
-    findings = _left(trial, made, want)
+    findings = left_by_append(trial, made, want)
     del arena, moved, made
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -19,6 +19,8 @@ from fa_verify.oracles.guarantee import (
     C3,
     C4,
     C5,
+    C6,
+    C7,
     EXACT,
     G1,
     G2,
@@ -55,6 +57,8 @@ from fa_verify.properties.guarantees.accuracy import accuracy, finite, logic
 from fa_verify.properties.guarantees.added_gradients import bias_gradient, sink_gradient
 from fa_verify.properties.guarantees.backward import backward
 from fa_verify.properties.guarantees.bad_calls import bad_calls, bad_calls_of_caches
+from fa_verify.properties.guarantees.cache_places import places
+from fa_verify.properties.guarantees.cache_writing import codes_written
 from fa_verify.properties.guarantees.closed_form import (
     counts,
     doubled_values,
@@ -573,6 +577,8 @@ _OF_CACHES = (
     _cache(I1, "neighbours", caches.neighbours),
     _cache(I3, "decoding", caches.decoding),
     _cache(C4, "far pages", caches.far_pages),
+    _cache(C6, "places", places),
+    _cache(C7, "codes written", codes_written),
     _cache(G14, "bad calls", bad_calls_of_caches, group="refused"),
     _cache(G16, "ways", one_way),
 )  # fmt: skip

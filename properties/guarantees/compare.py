@@ -28,6 +28,11 @@ _AXES = {
     "dsinks": "bhm",
     # Parts of a merge, and pages of a cache.
     "douts": "pbhmd", "dlses": "pbhm", "k_cache": "pnhd", "v_cache": "pnhd",
+    # Scales of a cache of codes.
+    "k_scale": "pnh", "v_scale": "pnh",
+    # Numbers of places that an element of a query head is read from.
+    **dict.fromkeys(("k of a head", "v of a head"), "bhnd"),
+    **dict.fromkeys(("k_scale of a head", "v_scale of a head"), "bhnd"),
 }  # fmt: skip
 
 

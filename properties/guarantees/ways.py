@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fa_verify.oracles.formats.element import format_of
 from fa_verify.oracles.guarantee import G16, I6
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.guarantees.agreement import same_or_inside
@@ -286,7 +287,8 @@ def _of_caches(trial: CacheTrial) -> _Calls:
         """Return fewer keys, of other values, in other places."""
         shorter = torch.minimum(x.cache_seqlens, (x.cache_seqlens // 2).clamp(min=least))
         return x._replace(
-            q=-x.q / 2, k_cache=-x.k_cache / 2, v_cache=-x.v_cache / 2, cache_seqlens=shorter,
+            q=-x.q / 2, k_cache=_others(x.k_cache), v_cache=_others(x.v_cache),
+            cache_seqlens=shorter,
             k=None if x.k is None else -x.k / 2, v=None if x.v is None else -x.v / 2,
             cache_batch_idx=None if x.cache_batch_idx is None else x.cache_batch_idx.flip(0),
         )  # fmt: skip
@@ -294,7 +296,9 @@ def _of_caches(trial: CacheTrial) -> _Calls:
     def bad(x: CacheInputs) -> CacheInputs:
         """Return keys of another head_dim than the queries'."""
         k = None if x.k is None else torch.cat((x.k, x.k[..., :1]), -1)
-        return x._replace(k=k, k_cache=torch.cat((x.k_cache, x.k_cache[..., :1]), -1))
+        codes = x.k_cache if format_of(x.k_cache.dtype) is None else x.k_cache.view(torch.uint8)
+        wider = torch.cat((codes, codes[..., :1]), -1).view(x.k_cache.dtype)
+        return x._replace(k=k, k_cache=wider)
 
     return _Calls(
         trial,
@@ -305,6 +309,13 @@ def _of_caches(trial: CacheTrial) -> _Calls:
         call=lambda x, wanted: cache_call(subject, problem.attention, x),
         fixed=lambda x: x.without_caches,
     )
+
+
+def _others(cache: torch.Tensor) -> torch.Tensor:
+    """Return other numbers in the place of those of a cache; codes change their first bit."""
+    if format_of(cache.dtype) is None:
+        return -cache / 2
+    return (cache.view(torch.uint8) ^ 0x80).view(cache.dtype)
 
 
 _KINDS: dict[str, Callable[[Any], _Calls]] = {

@@ -10,7 +10,10 @@ from typing import NamedTuple
 import torch
 
 from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.formats.element import ElementFormat
+from fa_verify.oracles.formats.in_torch import encoded
 from fa_verify.oracles.stream import uniform
+from fa_verify.properties.inputs.stored import Scales, codes_of, scales_of, stored_inputs
 from fa_verify.properties.inputs.tensors import Inputs, make
 
 __all__ = [
@@ -29,6 +32,8 @@ class UnchangedInputs(NamedTuple):
     cache_batch_idx: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 class CacheInputs(NamedTuple):
@@ -45,6 +50,9 @@ class CacheInputs(NamedTuple):
         cache_batch_idx: Int32 (B,); None for pages.
         alibi_slopes: (H,) or (B, H), float32; or None.
         sinks: (H,), float32; or None.
+        k_scale: The scales of a cache of codes, float32: (1,), (Hk,), (pages, Hk) or (pages,
+            page_size, Hk); else None.
+        v_scale: As ``k_scale``.
     """
 
     q: torch.Tensor
@@ -57,11 +65,20 @@ class CacheInputs(NamedTuple):
     cache_batch_idx: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def writes_scales(self) -> bool:
+        """Whether the call makes scales of the tokens that it appends."""
+        return self.k is not None and self.k_scale is not None and self.k_scale.ndim == 3
 
     @property
     def without_caches(self) -> UnchangedInputs:
         """The tensors that the call must not write to."""
         given = self._asdict()
+        if self.writes_scales:
+            given |= {"k_scale": None, "v_scale": None}
         return UnchangedInputs(**{name: given[name] for name in UnchangedInputs._fields})
 
     @property
@@ -74,7 +91,10 @@ class CacheInputs(NamedTuple):
 
 
 def shared_inputs(problem: CacheProblem) -> Inputs:
-    """Returns the tensors of the attention, where entries agree in the pages that they share."""
+    """Returns the tensors of the attention, where entries agree in the pages that they share.
+
+    Keys and values of a cache of codes are float64, and those of codes times scales.
+    """
     inputs = make(problem.attention)
     rows = problem.shared * problem.page_size
     if rows and len(inputs.k) > 1:
@@ -82,7 +102,7 @@ def shared_inputs(problem: CacheProblem) -> Inputs:
         for x in (k, v):
             x[1:, :, :rows] = x[:1, :, :rows].clone()
         inputs = inputs._replace(k=k, v=v)
-    return inputs
+    return stored_inputs(problem, inputs)
 
 
 def _numbers(problem: CacheProblem, order: int | None, pages: int) -> list[int]:
@@ -165,10 +185,16 @@ def make_cache(
     places = max(map(len, pages_of), default=0) + problem.spare
     rows = [x + [wild] * (places + 1 - len(x)) for x in pages_of]
     table = torch.tensor(rows, dtype=torch.int32).view(a.B, places + 1)
-    columns = max(a.D, a.Dv)
+    columns, form = max(a.D, a.Dv), problem.format
     buffer = torch.full(
         (pages, 2, page_size, a.Hk, columns), fill, dtype=inputs.q.dtype, device=device
     )
+    numbers, scales = (inputs.k, inputs.v), None
+    if form is not None:
+        buffer = _filled(buffer.shape, fill, form, device)
+        scales = scales_of(problem)
+        codes = (codes_of(problem, *x).view(torch.uint8) for x in zip(numbers, scales, strict=True))
+        numbers = next(codes), next(codes)
     caches = buffer[:, 0, ..., : a.D], buffer[:, 1, ..., : a.Dv]
     # The entry and the number of each key in the cache. One copy for all of them, because a GPU
     # takes as long for one row as for many.
@@ -176,17 +202,85 @@ def make_cache(
     entry, key = (torch.arange(a.N)[None, :] < held[:, None]).nonzero(as_tuple=True)
     page, row = table[entry, key // page_size].to(torch.int64), key % page_size
     entry, key, page, row = torch.stack([entry, key, page, row]).to(device)
-    for cache, x in zip(caches, (inputs.k, inputs.v), strict=True):
+    for cache, x in zip(caches, numbers, strict=True):
         cache[page, row] = x[entry, :, key]
+    of_call: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    if form is not None and scales is not None:
+        caches = caches[0].view(form.dtype), caches[1].view(form.dtype)
+        shape = pages, page_size, a.Hk
+        of_call = _scale_tensors(problem.scales, scales, (page, row, entry, key), shape, fill)
     added: list[torch.Tensor | None] = [None, None]
     if new:
         added = [
-            torch.stack([x[b, :, length - new : length] for b, length in enumerate(seqlens)])
+            torch.stack(
+                [
+                    _as_input(x[b, :, length - new : length], inputs.q)
+                    for b, length in enumerate(seqlens)
+                ]
+            )
             for x in (inputs.k, inputs.v)
         ]
     lengths = held.to(device, torch.int32)
     table = table.to(device)
     return CacheInputs(
         inputs.q, *caches, added[0], added[1], lengths, table[:, :places] if is_paged else None,
-        None if is_paged else table[:, 0].contiguous(), inputs.alibi_slopes, inputs.sinks,
+        None if is_paged else table[:, 0].contiguous(), inputs.alibi_slopes, inputs.sinks, *of_call,
     )  # fmt: skip
+
+
+def _as_input(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Returns new keys in the dtype of q, where the largest number of float64 is that of q."""
+    largest = torch.finfo(q.dtype).max
+    return x if x.dtype == q.dtype else x.clamp(-largest, largest).to(q.dtype)
+
+
+def _filled(
+    shape: torch.Size, fill: float, form: ElementFormat, device: torch.device
+) -> torch.Tensor:
+    """Returns the codes of a number as bytes; an integer that stands for NaN is the least."""
+    number = torch.tensor(fill, dtype=torch.float64)
+    if form.nan_code is None:
+        number = number.nan_to_num(nan=-math.inf)
+    code = int(encoded(number[None], form).view(torch.uint8))
+    return torch.full(shape, code, dtype=torch.uint8, device=device)
+
+
+def _scale_tensors(
+    scales: str,
+    of_keys: Scales,
+    places: tuple[torch.Tensor, ...],
+    shape: tuple[int, int, int],
+    fill: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales of keys and of values as they lie in memory.
+
+    Scales of pages and tokens of keys and of values lie in one buffer, as the caches do, and
+    ``fill`` is in those of places without a key.
+
+    Args:
+        scales: One of ``SCALES``.
+        of_keys: The scales by entry, head and key.
+        places: The page, row, entry and key of all keys in the cache.
+        shape: Pages, rows of a page, and heads.
+        fill: A number.
+    """
+    page, row, entry, key = places
+    pages, rows, heads = shape
+    k, v = of_keys
+    if scales in ("tensor", "head"):
+        # A call without an entry or a key has them, too.
+        of_head = slice(1 if scales == "tensor" else heads)
+        found = [
+            x[0, of_head, 0].clone() if x.numel() else x.new_ones(heads)[of_head] for x in (k, v)
+        ]
+    elif scales == "page":
+        buffer = k.new_full((pages, 2, heads), fill)
+        for i, x in enumerate((k, v)):
+            buffer[page, i] = x[entry, :, key]
+        found = [buffer[:, 0], buffer[:, 1]]
+    else:
+        buffer = k.new_full((pages, 2, rows, heads), fill)
+        for i, x in enumerate((k, v)):
+            buffer[page, i, row] = x[entry, :, key]
+        found = [buffer[:, 0], buffer[:, 1]]
+    return found[0], found[1]

@@ -56,6 +56,10 @@ def attention_kernel(
     kvcache: Callable[..., Any] | None = _UNSET,
     cache: Sequence[str] = _UNSET,
     page_sizes: Sequence[int] | None = _UNSET,
+    cache_formats: Sequence[str] = _UNSET,
+    cache_scales: Sequence[str] = _UNSET,
+    scale_divides: bool = _UNSET,
+    writing: Mapping[str, Any] = _UNSET,
     kvcache_splits: Callable[[Any], int] | None = _UNSET,
     states: Callable[..., Any] | bool | None = _UNSET,
     tiles: Callable[[Any], tuple[int, int]] | None = _UNSET,
@@ -82,6 +86,8 @@ def attention_kernel(
     flushes: bool = _UNSET,
     softcap_slope: str = _UNSET,
     backward_reads: Sequence[str] = _UNSET,
+    dequantised: str = _UNSET,
+    v_scale_on: str = _UNSET,
     **unknown: Any,
 ) -> Callable[[_Kernel], _Kernel]:
     """Declare what a kernel supports, its conventions and how it rounds.

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
+from fa_verify.oracles.calls.cache import OF_INPUTS, PAGE_ORDERS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import DTYPES, Problem
 from fa_verify.properties.kernels.covering_calls import CoveringCalls
 from fa_verify.properties.kernels.declared_values import ANY_HEAD_DIM
 from fa_verify.properties.kernels.subject import Subject
-from fa_verify.properties.kernels.supported_caches import configs_of, kernels_of
+from fa_verify.properties.kernels.supported_caches import (
+    configs_of,
+    format_fields,
+    kernels_of,
+    may_append,
+)
 from fa_verify.properties.kernels.ways import WAY, seed_of, ways_of
 from fa_verify.properties.problems.covering import Constraint, Row, covering, random_of
 
@@ -55,7 +60,10 @@ def covering_caches(
     def may(row: Row) -> bool:
         call = _call(subject, device, row)
         appends = call.new > 0
-        return subject.excludes_cache(call.attention, call.page_size, appends=appends) is None
+        return (
+            subject.excludes_cache(call.attention, call.page_size, appends=appends) is None
+            and subject.excludes_format(call.stored, call.scales, divides=call.divides) is None
+        )
 
     constraints = [
         Constraint(("B", "lengths"), lambda row: row["B"] != _B[0] or row["lengths"] == _FULL),
@@ -63,11 +71,22 @@ def covering_caches(
             ("lengths", "append"), lambda row: row["lengths"] != _SOME_0 or not row["append"]
         ),
         Constraint(("page", "order"), lambda row: row["page"] > 0 or row["order"] != "descending"),
+        *_of_formats(factors),
         Constraint(("dtype", "config"), lambda row: row["config"] in configs[row["dtype"]]),
         Constraint(tuple(factors), may),
     ]
     array = covering(factors, [([*factors], 2)], constraints, seed=subject.name)
     return CoveringCalls.of(array, lambda row: _call(subject, device, row))
+
+
+def _of_formats(factors: Mapping[str, object]) -> list[Constraint]:
+    """Return the constraints of formats, pages and appends, where formats are among the factors."""
+    if "stored" not in factors:
+        return []
+    return [
+        Constraint(("scales", "page"), lambda row: row["scales"] != "page" or row["page"] > 0),
+        Constraint(("scales", "append"), lambda row: row["scales"] != "page" or not row["append"]),
+    ]
 
 
 def _factors(
@@ -87,6 +106,8 @@ def _factors(
         "window": (None, 0, 3, 20) if "window" in subject.masks else (None,),
         "lengths": (_FULL, _RAGGED, _SOME_0, _ON_EDGES), WAY: ways_of(subject, "cache"),
     }  # fmt: skip
+    if subject.cache_formats != (OF_INPUTS,):
+        found |= {"stored": subject.cache_formats, "scales": subject.cache_scales}
     if kernels is not None:
         # The first values of each of the few.
         found["kernel"] = tuple(
@@ -108,6 +129,11 @@ def _call(subject: Subject, device: str, row: Row) -> CacheProblem:
     size, most = row["page"] or _ROWS, _LONGEST[device]
     pages = rng.randint(1, max(1, min(3, most // size)))
     new = rng.randint(1, 3) if row["append"] else 0
+    of_format = {}
+    if "stored" in row:
+        of_format = format_fields(subject, row["stored"], row["scales"], row["page"])
+    if not may_append(of_format):
+        new = 0
     longest = {
         _IN_A_PAGE: rng.randint(1, size), _AT_ITS_EDGE: pages * size,
         _OVER_PAGES: pages * size + rng.randint(1, size), _AT_A_TILE: rng.choice(_TILES),
@@ -136,4 +162,6 @@ def _call(subject: Subject, device: str, row: Row) -> CacheProblem:
         layouts=(layout, layout, layout, layout), dirty=(subject.dirty or ("zero",))[0],
         **kernel,
     )  # fmt: skip
-    return CacheProblem(attention=attention, page_size=row["page"], new=new, order=row["order"])
+    return CacheProblem(
+        attention=attention, page_size=row["page"], new=new, order=row["order"], **of_format
+    )

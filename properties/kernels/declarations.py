@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fa_verify.oracles.calls.cache import OF_INPUTS, SCALES
 from fa_verify.oracles.declaration import (
     declared,
     function,
@@ -19,6 +20,7 @@ from fa_verify.oracles.declaration import (
     some_of,
     whole_number,
 )
+from fa_verify.oracles.formats.writing import Writing
 from fa_verify.oracles.outputs import LONGEST_TILE
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
 from fa_verify.properties.inputs.bad_calls import BAD_CALLS
@@ -26,6 +28,7 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.kernels import phrases
 from fa_verify.properties.kernels.vocabulary import (
     BITWISE,
+    CACHE_FORMATS,
     CACHES,
     DEFAULT_SCALE,
     DEVICES,
@@ -52,7 +55,7 @@ _NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGN
 def not_supported(*words: object) -> str:
     """Return a sentence for words that ask for a feature that is not supported; else nothing."""
     asks = any(_NOT_SUPPORTED.search(str(word)) for word in words)
-    return "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported" if asks else ""
+    return "; fp8 and int8 of q, dropout and AMD GPUs are not supported" if asks else ""
 
 
 def _scale(where: str, given: object) -> object:
@@ -73,6 +76,24 @@ def _configs(where: str, given: object) -> object:
         if not isinstance(replaced, Mapping):
             raise ValueError(f"{where}[{config!r}] is {replaced!r}; needs a dict of declarations")
     return given
+
+
+def _writing(where: str, given: object) -> Writing:
+    """Convert a dict of the fields of ``Writing``."""
+    if isinstance(given, Writing):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} is {given!r}; needs a dict of the fields of Writing")
+    try:
+        return Writing(**given)
+    except TypeError:
+        known = tuple(item.name for item in dataclasses.fields(Writing))
+        raise ValueError(f"{where} is {given!r}; needs fields out of {known}") from None
+    except ValueError as error:  # the message begins with the name of the field
+        raise ValueError(f"{where}.{error}") from None
+
+
+_WRITING = Writing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +364,32 @@ class Declarations:
         "promises",
         none_is_nothing=True,
         narrows=phrases.sizes_of("pages"),
+    )
+    cache_formats: tuple[str, ...] = declared(
+        (OF_INPUTS,),
+        'formats of the cached keys and values, out of "input" (the dtype of q), "e4m3fn", "e5m2" '
+        'and "int8": [Formats](formats.md)',
+        some_of(CACHE_FORMATS, least=1),
+        "promises",
+    )
+    cache_scales: tuple[str, ...] = declared(
+        SCALES[:1],
+        'the places that share a scale, out of "tensor", "head", "page" and "token_head"',
+        some_of(SCALES, least=1),
+        "promises",
+    )
+    scale_divides: bool = declared(
+        False,
+        "whether a number is its code divided by its scale, and not times it",
+        one_of(False, True),
+        "promises",
+    )
+    writing: Writing = declared(
+        _WRITING,
+        "how an append makes codes and scales: a dict of `rounding`, `overflow`, `by` and "
+        "`least_scale`",
+        _writing,
+        "promises",
     )
     kvcache_splits: Callable[[Problem], int] | None = declared(
         None,

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from fa_verify.oracles.calls.cache import OF_INPUTS
 from fa_verify.oracles.declaration import declarations_of
+from fa_verify.oracles.formats.writing import Writing
 from fa_verify.oracles.guarantee import GUARANTEES, guarantee_of
 from fa_verify.oracles.outputs import OUTPUTS, Numerics
 from fa_verify.oracles.problem import Problem
@@ -126,7 +128,7 @@ class Subject(Declarations):
             if item.name == "configs":
                 default = {"default": {}}
             if not callable(value) and value != default:
-                found[item.name] = value
+                found[item.name] = value.record() if isinstance(value, Writing) else value
         for word in NUMERICS:
             value = getattr(self.numerics, word)
             if value != getattr(Numerics(), word):
@@ -301,6 +303,7 @@ class Subject(Declarations):
             *(("page_table",) if "paged" in self.cache else ()),
             *(("cache_batch_idx",) if "contiguous" in self.cache else ()),
             *(("k", "v") if "append" in self.cache else ()),
+            *(("k_scale", "v_scale") if self.cache_formats != (OF_INPUTS,) else ()),
             *(("causal",) if "causal" in self.masks and not self.always_causal else ()),
             *(("window_size",) if "window" in self.masks else ()),
             *(("sm_scale",) if self.fixed_scale is None else ()),
@@ -330,6 +333,24 @@ class Subject(Declarations):
         reason = padded.excludes(problem)
         return reason and reason.replace(f"masks {padded.masks}", f"masks {self.masks}")
 
+    def excludes_format(self, stored: str, scales: str, *, divides: bool) -> str | None:
+        """Return the declaration that excludes a format of a cache; None if none does.
+
+        Args:
+            stored: One of ``CACHE_FORMATS``.
+            scales: One of ``SCALES``, which a cache of the dtype of q has none of.
+            divides: Whether scales divide.
+        """
+        of_codes = stored != OF_INPUTS
+        for word, holds in (
+            (f"cache_formats {self.cache_formats}", stored in self.cache_formats),
+            (f"cache_scales {self.cache_scales}", not of_codes or scales in self.cache_scales),
+            (f"scale_divides {self.scale_divides}", not of_codes or divides == self.scale_divides),
+        ):
+            if not holds:
+                return f"{self.name} declares {word}"
+        return None
+
     def run_kvcache(
         self,
         q: torch.Tensor,
@@ -346,7 +367,8 @@ class Subject(Declarations):
             v_cache: As ``k_cache``, with Dv columns.
             problem: The attention of the call, with the keys of each entry after it.
             tensors: ``cache_seqlens``, ``page_table``, ``cache_batch_idx``, ``k``, ``v``,
-                ``alibi_slopes`` and ``sinks``, or None; see ``CacheInputs``.
+                ``alibi_slopes``, ``sinks``, ``k_scale`` and ``v_scale``, or None; see
+                ``CacheInputs``.
 
         Returns:
             (out, lse) as from ``run``.
@@ -370,13 +392,13 @@ class Subject(Declarations):
             "sm_scale": problem.scale,
             "config": problem.config,
         }
-        optional = {"k", "v", "alibi_slopes", "sinks"}
+        optional = ("k", "v", "alibi_slopes", "sinks", "k_scale", "v_scale")
         words = [x for x in self.cache_keywords if x not in optional]
         if not mask.is_plain:
             if not self.masks_caches:
                 raise ExcludedCallError(f"{self.name} takes no mask in a call with a cache")
             words = [x for x in words if x not in ("causal", "window_size")] + ["mask"]
-        mods = {name: given[name] for name in optional if given[name] is not None}
+        mods = {name: given[name] for name in optional if given.get(name) is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
         found: object = self.kvcache(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
 from fa_verify.oracles.call import changed
-from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.calls.cache import OF_INPUTS, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.properties.kernels.declared_values import ANY_HEAD_DIM
@@ -19,7 +19,10 @@ from fa_verify.properties.problems.kernel_classes import combinations, padded_gr
 from fa_verify.properties.problems.mask_classes import draw_instance
 from fa_verify.properties.problems.seqlens import Draw
 
-__all__ = ["cached", "configs_of", "hidden_first", "kernels_of", "lengthened"]
+__all__ = [
+    "cached", "configs_of", "format_fields", "hidden_first", "kernels_of", "lengthened",
+    "may_append",
+]  # fmt: skip
 
 # Keys before the call: none, one, around a tile, and several tiles.
 _KEYS = st.sampled_from((1, 0, 2, 5, 15, 16, 17, 33, 50))
@@ -77,8 +80,11 @@ def cached(
 
     def made(
         keys: list[int], heads: tuple[int, int], window: tuple[Any, Any], more: int, page_size: int,
-        new: int, is_shared: bool, spare: int, M: int, **fields: Any,
+        new: int, is_shared: bool, spare: int, M: int, stored: tuple[str, str], **fields: Any,
     ) -> CacheProblem:  # fmt: skip
+        of_format = format_fields(subject, *stored, page_size)
+        if not may_append(of_format):
+            new = 0
         left, right = window
         least = max(0 if subject.zero_sizes else 1, 0 if subject.m_gt_n else M)
         seqlens = tuple(max(least, x + new) for x in keys)
@@ -95,8 +101,9 @@ def cached(
         )  # fmt: skip
         shared = min(keys) // page_size if is_shared and page_size else 0
         return CacheProblem(
-            attention=attention, page_size=page_size, new=new, shared=shared, spare=spare
-        )
+            attention=attention, page_size=page_size, new=new, shared=shared, spare=spare,
+            **of_format,
+        )  # fmt: skip
 
     masks, mods = subject.masks, subject.score_mods
     if mask is not None:
@@ -113,6 +120,9 @@ def cached(
         rows
         for rows in (_PAGES if subject.page_sizes is None else (*subject.page_sizes, 0))
         if ("paged" if rows else "contiguous") in subject.cache
+        if rows
+        or format_fields(subject, subject.cache_formats[0], "page", rows)
+        or OF_INPUTS in subject.cache_formats
     ]
     fields = {
         "M": st.sampled_from((1,) if subject.one_query else (1, 2, 3, 5, 17)),
@@ -135,6 +145,7 @@ def cached(
         "page_size": st.sampled_from(kinds),
         "new": st.sampled_from((0, 1, 2, 17) if "append" in subject.cache else (0,)),
         "is_shared": st.booleans(),
+        "stored": _formats(subject),
         "spare": st.sampled_from((0, 1, 3)),
         **fields,
     }
@@ -150,6 +161,31 @@ def cached(
         rows = 1 if subject.one_query else _ROWS
         problems = problems.map(lambda problem: hidden_first(problem, rows, windowed=windowed))
     return problems if mask is None else _masked(problems, mask)
+
+
+def format_fields(subject: Subject, stored: str, scales: str, page_size: int) -> dict[str, Any]:
+    """Return the fields of a call that name the format of its cache.
+
+    Scales of pages need pages. Without them, another layout that the subject takes is in their
+    place, or the format of inputs.
+    """
+    if scales == "page" and not page_size:
+        scales = next((x for x in subject.cache_scales if x != "page"), "")
+    if stored == OF_INPUTS or not scales:
+        return {}
+    return {"stored": stored, "scales": scales, "divides": subject.scale_divides}
+
+
+def _formats(subject: Subject) -> st.SearchStrategy[tuple[str, str]]:
+    """Return formats and scales, drawn only where there is a choice."""
+    axes = (subject.cache_formats, subject.cache_scales)
+    return st.tuples(*(st.sampled_from(x) if len(x) > 1 else st.just(x[0]) for x in axes))
+
+
+def may_append(of_format: Mapping[str, Any]) -> bool:
+    """Return whether a call with a cache of a format may have new keys."""
+    scales, divides = of_format.get("scales"), of_format.get("divides", False)
+    return scales != "page" and not (scales == "token_head" and divides)
 
 
 def configs_of(subject: Subject, dtype: str) -> list[str]:

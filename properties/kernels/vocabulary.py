@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fa_verify.oracles.calls.cache import OF_INPUTS
+from fa_verify.oracles.formats.element import FORMATS
 from fa_verify.oracles.guarantee import G4, G5, G8, G9, G10, I1, I2, I4, I5, I6
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -16,6 +18,7 @@ from fa_verify.properties.inputs.sink_families import NO_SINKS
 __all__ = [
     "BITWISE",
     "CACHES",
+    "CACHE_FORMATS",
     "DEFAULT_SCALE",
     "DEVICES",
     "LARGEST",
@@ -44,6 +47,8 @@ SAME_BITS = {
 }  # fmt: skip
 # Features of calls with a cache: one row of the cache an entry, pages, and new keys.
 CACHES = ("contiguous", "paged", "append")
+# Formats of a cache: the dtype of q, and codes.
+CACHE_FORMATS = (OF_INPUTS, *FORMATS)
 PADDINGS = tuple(PADDING_VALUES)
 DEVICES = ("cpu", "cuda")
 # The value of ``fixed_scale`` for a kernel that divides by the root of D.

@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 
 from fa_verify.oracles.call import variants
-from fa_verify.oracles.calls.cache import PAGE_ORDERS, CacheProblem
+from fa_verify.oracles.calls.cache import OF_INPUTS, PAGE_ORDERS, SCALES, CacheProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference.caches import appended, gathered
+from fa_verify.oracles.reference.stored_caches import appended_codes, numbers_of
 from fa_verify.properties.inputs.caches import (
     CacheInputs,
     is_in_order,
@@ -24,6 +25,7 @@ from fa_verify.properties.inputs.caches import (
     rows_of_entry,
     shared_inputs,
 )
+from fa_verify.properties.inputs.families import TORCH_DTYPES
 from fa_verify.properties.inputs.tensors import Inputs
 from fa_verify.properties.kernels.refusals import ExcludedCallError
 from fa_verify.properties.kernels.subject import Subject
@@ -43,11 +45,12 @@ from fa_verify.properties.running.trial import (
     run_kvcache,
 )
 
-__all__ = ["CACHE", "CacheTrial", "Result", "expected", "run_cache"]
+__all__ = ["CACHE", "CacheTrial", "Caches", "Result", "expected", "numbers", "run_cache"]
 
 # out, and lse if the kernel returns it.
 Result = tuple[torch.Tensor, torch.Tensor | None]
 _PLAIN = ("shared", "spare", "new", "page_size")
+_NO_CODES = {"stored": OF_INPUTS, "scales": SCALES[0], "divides": False}
 # Features of the attention that come before those of the cache.
 _FIRST = ("zero size", "empty rows", "grouped heads")
 # Features of the attention that say nothing of a call with a cache: it has lengths and no gradient.
@@ -61,6 +64,15 @@ _NOT_OF_SIZES = ("N ", "M or N ", "seqlens_", "B * ", "M * ", "M is a ", "layout
 _MOST_PAIRS = 2**25
 
 
+class Caches(NamedTuple):
+    """The tensors that a call may write to, as in ``CacheInputs``."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class CacheTrial(Trial):
     """A run of a call with a cache.
@@ -69,7 +81,8 @@ class CacheTrial(Trial):
         problem: The call.
         inputs: The tensors of its attention.
         called: The tensors of the call, whose caches the kernel may have written to.
-        caches: The caches of keys and of values as the call has to leave them.
+        caches: The caches of keys and of values, and the scales of codes, as the call has to leave
+            them.
         got: Out and lse.
         planned: The results of the oracle and their bounds.
     """
@@ -77,7 +90,7 @@ class CacheTrial(Trial):
     problem: CacheProblem
     inputs: Inputs
     called: CacheInputs
-    caches: tuple[torch.Tensor, torch.Tensor]
+    caches: Caches
     got: Result
     planned: PlannedRun
 
@@ -109,19 +122,24 @@ def run(subject: Subject, problem: CacheProblem) -> CacheTrial | None:
         raise ExcludedCallError(reason)
     inputs = shared_inputs(problem)
     x = make_cache(problem, inputs)
-    caches = expected(x)
+    caches = expected(subject, problem, x)
     got = run_cache(subject, problem, x, fill_of(problem.attention.seed))
     attention = problem.attention
     if not attention.mask.is_plain:
         # A predicate may depend on N: the places of an entry, with or without keys.
         attention = dataclasses.replace(attention, N=x.table.shape[1] * x.k_cache.shape[1])
     seqlens = torch.tensor(problem.seqlens)
-    k, v = (gathered(cache, seqlens, x.table, attention.N) for cache in caches)
+    k, v = (
+        gathered(cache, seqlens, x.table, attention.N)
+        for cache in numbers(subject, problem, caches)
+    )
     judged = subject
     if subject.kvcache_splits is not None:
         # The splits of its calls with a cache.
         judged = subject.assuming({"splits": subject.kvcache_splits(problem.attention)})
-    planned = plan_run(judged, attention, inputs._replace(k=k, v=v))
+    planned = plan_run(
+        judged, attention, inputs._replace(k=k, v=v), _smallest_factor(subject, problem, caches)
+    )
     if planned is None:
         return None
     return CacheTrial(subject, problem, inputs, x, caches, got, planned)
@@ -145,14 +163,56 @@ def run_cache(
     return found
 
 
-def expected(x: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the caches as a call has to leave them."""
+def expected(subject: Subject, problem: CacheProblem, x: CacheInputs) -> Caches:
+    """Return the caches, and the scales of codes, as a call has to leave them."""
+    given = x.k_cache, x.v_cache, x.k_scale, x.v_scale
     if x.k is None or x.v is None:
-        return x.k_cache.clone(), x.v_cache.clone()
-    return (
-        appended(x.k_cache, x.k, x.cache_seqlens, x.table),
-        appended(x.v_cache, x.v, x.cache_seqlens, x.table),
-    )
+        return Caches(*(None if y is None else y.clone() for y in given))  # type: ignore[arg-type]
+    if problem.format is None or x.k_scale is None or x.v_scale is None:
+        return Caches(
+            appended(x.k_cache, x.k, x.cache_seqlens, x.table),
+            appended(x.v_cache, x.v, x.cache_seqlens, x.table),
+        )
+    (k_cache, k_scale), (v_cache, v_scale) = (
+        appended_codes(
+            cache, scale, new, x.cache_seqlens, x.table, problem.format, subject.writing,
+            divides=problem.divides,
+        )
+        for cache, scale, new in ((x.k_cache, x.k_scale, x.k), (x.v_cache, x.v_scale, x.v))
+    )  # fmt: skip
+    return Caches(k_cache, v_cache, k_scale, v_scale)
+
+
+def numbers(
+    subject: Subject, problem: CacheProblem, caches: Caches
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers that a kernel attends to: those of codes are float64, or as it rounds."""
+    k_cache, v_cache, k_scale, v_scale = caches
+    form = problem.format
+    if form is None or k_scale is None or v_scale is None:
+        return k_cache, v_cache
+    rounds = subject.numerics_of(problem.attention).dequantised == "rounded"
+    found = [
+        numbers_of(
+            codes, scale, form, divides=problem.divides,
+            rounds_to=problem.dtype if rounds else None,
+        )
+        for codes, scale in ((k_cache, k_scale), (v_cache, v_scale))
+    ]  # fmt: skip
+    if rounds:
+        dtype = TORCH_DTYPES[problem.dtype]
+        found = [x.to(dtype) for x in found]
+    return found[0], found[1]
+
+
+def _smallest_factor(subject: Subject, problem: CacheProblem, caches: Caches) -> float:
+    """Return the least factor on P before its cast: 1, or a scale of values if one is less."""
+    if subject.numerics_of(problem.attention).v_scale_on != "p" or caches.v_scale is None:
+        return 1.0
+    scale = caches.v_scale.to(torch.float64)
+    scale = (scale.reciprocal() if problem.divides else scale).flatten()
+    used = scale[scale.isfinite() & (scale > 0)]
+    return float(min([1.0, *used.tolist()]))
 
 
 def draw(
@@ -182,13 +242,16 @@ def excludes(subject: Subject, problem: CacheProblem) -> str | None:
     if not attention.mask.is_plain and not subject.masks_caches:
         return f"{subject.name} takes no mask in a call with a cache"
     appends = problem.new > 0
-    return subject.excludes_cache(attention, problem.page_size, appends=appends)
+    return subject.excludes_cache(
+        attention, problem.page_size, appends=appends
+    ) or subject.excludes_format(problem.stored, problem.scales, divides=problem.divides)
 
 
 def complexity(problem: CacheProblem) -> tuple[float, ...]:
     """Return a sort key: that of the attention with the lengths, and the fields of the cache."""
     sizes, fields, *others = simpler.complexity(problem.attention)
     own = sum(getattr(problem, name) > 0 for name in _PLAIN)
+    own += (problem.format is not None) + (problem.scales != SCALES[0])
     is_drawn = problem.order == "drawn"
     order = 0.5 * (not is_drawn) if is_in_order(problem) else 1 + is_drawn
     rows = problem.new + problem.shared + problem.spare + problem.page_size
@@ -201,6 +264,8 @@ def reductions(problem: CacheProblem) -> Iterator[CacheProblem]:
     a, lengths = problem.attention, problem.seqlens
     longest = max((*lengths, 1))
     changes: list[dict[str, Any]] = [
+        _NO_CODES,
+        {"scales": SCALES[0]},
         *({name: 0} for name in _PLAIN),
         *({"order": order} for order in PAGE_ORDERS),
         *({name: size} for name in _PLAIN for size in simpler.steps(getattr(problem, name))),
@@ -276,6 +341,10 @@ def _crosses_pages(problem: CacheProblem) -> bool:
 # Features of the cache. One that implies another, as shared pages do pages, comes first: the other
 # is no need of its own where the first one is.
 _OWN: Mapping[str, Callable[[CacheProblem], bool]] = {
+    "scales of tokens": lambda x: x.scales == "token_head",
+    "scales of pages": lambda x: x.scales == "page",
+    "scales of heads": lambda x: x.scales == "head",
+    "codes of 8 bits": lambda x: x.format is not None,
     "appended keys in several pages": _crosses_pages,
     "entries without a key before the append": lambda x: x.new > 0 and 0 in x.before,
     "appended keys": lambda x: x.new > 0,
@@ -404,7 +473,11 @@ def _changes(feature: Feature, problem: CacheProblem) -> Iterator[dict[str, Any]
         """The lengths as multiples of a number of rows."""
         return lengthened(lambda length: -(-length // rows) * rows)
 
-    if name == "pages":
+    if name.startswith("scales of "):
+        yield {"scales": SCALES[0]}
+    elif name == "codes of 8 bits":
+        yield _NO_CODES
+    elif name == "pages":
         yield {"page_size": 0, "shared": 0}
     elif name == "shared pages":
         yield {"shared": 0}

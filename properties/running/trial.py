@@ -638,7 +638,7 @@ def cache_call(subject: Subject, problem: Problem, x: CacheInputs) -> OpenCall:
     out, lse = subject.run_kvcache(
         x.q, x.k_cache, x.v_cache, of_call, cache_seqlens=x.cache_seqlens,
         page_table=x.page_table, cache_batch_idx=x.cache_batch_idx, k=x.k, v=x.v,
-        alibi_slopes=x.alibi_slopes, sinks=x.sinks,
+        alibi_slopes=x.alibi_slopes, sinks=x.sinks, k_scale=x.k_scale, v_scale=x.v_scale,
     )  # fmt: skip
     _check_form("out", out, x.q, (*x.q.shape[:3], x.v_cache.shape[3]))
     results = {"out": out}
@@ -754,13 +754,16 @@ class PlannedRun:
         return AttentionTrial(subject, self.problem, self.inputs, got, self.want, self.judgement)
 
 
-def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> PlannedRun:
+def plan_in_range(
+    subject: Subject, problem: Problem, inputs: Inputs, p_factor: float = 1.0
+) -> PlannedRun:
     """Make the bound and the reference of a problem.
 
     Args:
         subject: The subject, whose numerics determine the bound.
         problem: The problem.
         inputs: Tensors of its shapes and dtype.
+        p_factor: As in ``error_model.judge``.
 
     Raises:
         OutOfRangeError: The problem is out of range, so that a correct kernel may fail.
@@ -775,6 +778,7 @@ def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> Planned
             in_dtype=problem.dtype,
             numerics=subject.numerics_of(problem),
             softcap=problem.softcap,
+            p_factor=p_factor,
         )
     if judgement.out_of_range is not None:
         raise OutOfRangeError(judgement.out_of_range)
@@ -787,13 +791,16 @@ def plan_in_range(subject: Subject, problem: Problem, inputs: Inputs) -> Planned
     return PlannedRun(problem, inputs, judgement, want)
 
 
-def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -> PlannedRun | None:
+def plan_run(
+    subject: Subject, problem: Problem, inputs: Inputs | None = None, p_factor: float = 1.0
+) -> PlannedRun | None:
     """Make the inputs, the bound and the reference of a problem.
 
     Args:
         subject: The subject, whose numerics determine the bound.
         problem: The problem.
         inputs: Tensors to use instead of the problem's own, of the same shapes and dtype.
+        p_factor: As in ``error_model.judge``.
 
     Returns:
         The planned run; None if the problem is out of range, so that a correct kernel may fail.
@@ -802,7 +809,8 @@ def plan_run(subject: Subject, problem: Problem, inputs: Inputs | None = None) -
         RuntimeError: A bound is not finite although the problem is in range, an error of the suite.
     """
     try:
-        return plan_in_range(subject, problem, make(problem) if inputs is None else inputs)
+        inputs = make(problem) if inputs is None else inputs
+        return plan_in_range(subject, problem, inputs, p_factor)
     except OutOfRangeError:
         return None
 

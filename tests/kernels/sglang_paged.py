@@ -36,8 +36,16 @@ def _slots(k_cache, v_cache, table, lengths):
 @attention_kernel(
     **paged, masks=(), one_query=True, score_mods=("softcap", "sinks"), splits=SPLITS, block_n=32,
 )  # fmt: skip
-def decode(q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, softcap=0.0, sinks=None):
+def decode(q, k_cache, v_cache, **given):
     """decode_attention_fwd, with the default of at most 8 splits."""
+    return token_by_token(q, k_cache, v_cache, **given)
+
+
+def token_by_token(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, softcap=0.0, sinks=None,
+    k_scale=1.0, v_scale=1.0,
+):  # fmt: skip
+    """Attend with one query of each entry, to slots of numbers or of codes."""
     (B, H, _, _), Dv = q.shape, v_cache.shape[3]
     indices, offsets = _slots(k_cache, v_cache, page_table, cache_seqlens)
     out = q.new_empty(B, H, Dv)
@@ -45,7 +53,7 @@ def decode(q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, softcap=
         q[:, :, 0].contiguous(), slots(k_cache), slots(v_cache), out, offsets, indices,
         q.new_empty(B, H, SPLITS, Dv, dtype=torch.float32),
         q.new_empty(B, H, SPLITS, dtype=torch.float32),
-        torch.full_like(cache_seqlens, SPLITS), SPLITS, sm_scale, 1.0, 1.0, softcap,
+        torch.full_like(cache_seqlens, SPLITS), SPLITS, sm_scale, k_scale, v_scale, softcap,
         None if sinks is None else sinks.contiguous(),
     )  # fmt: skip
     return out.unsqueeze(2)

@@ -24,13 +24,13 @@ stand_in(
 )  # fmt: skip
 
 
-class _KVQuantMode(enum.IntEnum):
+class KVQuantMode(enum.IntEnum):
     """The modes that the kernels' wrappers name."""
 
     NONE, FP8_PER_TENSOR, INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD, INT4_PER_TOKEN_HEAD = range(5)
 
 
-stand_in("vllm.v1.kv_cache_interface", KVQuantMode=_KVQuantMode)
+stand_in("vllm.v1.kv_cache_interface", KVQuantMode=KVQuantMode)
 from vllm.v1.attention.ops.prefix_prefill import context_attention_fwd
 from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
@@ -66,16 +66,20 @@ def _of_heads(mods):
     return tuple(None if x is None else x.contiguous() for x in (slopes, sinks))
 
 
-def _unified(q, k_cache, v_cache, lengths, table, scale, window, mods, causal=True, segments=None):
+def unified_call(
+    q, k_cache, v_cache, lengths, table, scale, window, mods, causal=True, scales=None, **others
+):
+    """Attend with unified_attention, whose other arguments are given by name."""
     if not causal and window != (None, None):
         raise NotImplementedError("without causal=True, a window is as wide to the right")
     (slopes, sinks), (packed, offsets) = _of_heads(mods), _tokens(q)
     out, ones = torch.empty_like(packed), torch.ones(1, device=q.device)
+    k_scale, v_scale = scales or (ones, ones)
     left = -1 if window[0] is None else window[0]
     unified_attention(
         packed, k_cache, v_cache, out, offsets, q.shape[2], lengths, int(lengths.max()), scale,
-        causal, (left, 0), _wide(table), mods.get("softcap") or 0, None, ones, ones,
-        alibi_slopes=slopes, sinks=sinks, **segments or {},
+        causal, (left, 0), _wide(table), mods.get("softcap") or 0, None, k_scale, v_scale,
+        alibi_slopes=slopes, sinks=sinks, **others,
     )  # fmt: skip
     return _entries(out, q)
 
@@ -89,7 +93,7 @@ def unified(
     q, k_cache, v_cache, *, cache_seqlens, page_table, sm_scale, causal, window_size, **mods
 ):
     """unified_attention with one program for all keys of a row."""
-    return _unified(
+    return unified_call(
         q, k_cache, v_cache, cache_seqlens, page_table, sm_scale, window_size, mods, causal
     )
 
@@ -111,9 +115,9 @@ def unified_decode(
         "softmax_segm_max": q.new_empty(shape, dtype=torch.float32),
         "softmax_segm_expsum": q.new_empty(shape, dtype=torch.float32),
     }  # fmt: skip
-    return _unified(
+    return unified_call(
         q, k_cache, v_cache, cache_seqlens, page_table, sm_scale, window_size, mods,
-        segments=segments,
+        **segments,
     )  # fmt: skip
 
 

@@ -269,7 +269,8 @@ def forward_bound(
             * ((p_n * np.exp(error_n)) @ np.abs(v_ne))
             / z
         )
-        core_e += (units.eta_cast + units.flush) * spread * np.abs(v_ne).sum(axis=0)
+        underflow = (units.eta_cast + units.flush) / units.p_factor
+        core_e += underflow * spread * np.abs(v_ne).sum(axis=0)
         core_e += lost * (p_n * np.exp(error_n)).sum() / z
         # rescales, and the division by l
         core_e += units.flush_op * (tiles + extra) + units.flush_op
@@ -718,6 +719,8 @@ def bound(
     alibi_slopes: FloatArray | None = None,
     bias: FloatArray | None = None,
     sinks: FloatArray | None = None,
+    dequantised: bool = False,
+    p_factor: float = 1.0,
 ) -> Outputs[FloatArray]:
     """Returns the largest error of each element of a correct kernel's outputs.
 
@@ -739,6 +742,8 @@ def bound(
         alibi_slopes: As in ``numpy_reference.attention``.
         bias: As in ``numpy_reference.attention``.
         sinks: As in ``numpy_reference.attention``.
+        dequantised: As in ``units_of``.
+        p_factor: As in ``units_of``.
 
     Returns:
         Bounds shaped as the outputs; doubled for "fp64", because the reference has an error of the
@@ -750,7 +755,7 @@ def bound(
     Source: Higham, Accuracy and Stability of Numerical Algorithms, ch. 3; Blanchard, Higham and
     Higham 2021 (doi 10.1093/imanum/draa038) for the softmax.
     """
-    units = units_of(in_dtype, numerics)
+    units = units_of(in_dtype, numerics, dequantised=dequantised, p_factor=p_factor)
     result = Outputs(
         out=np.zeros(dout.shape),
         lse=np.zeros(q.shape[:3]),

@@ -61,7 +61,8 @@ class Units:
         u_stored: Unit roundoff of tensors in memory.
         eta_stored: Absolute error of a store that underflows.
         u_x: Relative error of a dot's operand beyond its dtype, as in TF32.
-        u_input: The same of an operand that is an input, 0 if inputs were converted before.
+        u_input: The same of an operand that is an input, 0 if inputs were converted before; that
+            of the scales of a dequantised input.
         eta_x: Absolute error of a subnormal operand of a dot, from its conversion to TF32 and from
             ``cut_off``.
         cut_off: Loss of the sum of 16 products on a tensor core, if an operand of one is subnormal
@@ -69,6 +70,7 @@ class Units:
         flush_op: Magnitude below which elementwise operands and results may be flushed, apart from
             casts, P and dS.
         accumulator: h, the accumulation constant of a dot.
+        p_factor: The least factor on P before its cast, at most 1.
     """
 
     u: float
@@ -85,6 +87,7 @@ class Units:
     cut_off: float
     flush_op: float
     accumulator: float
+    p_factor: float = 1.0
 
     @property
     def u_dot(self) -> float:
@@ -122,7 +125,14 @@ def conversion_of(in_dtype: str, numerics: Numerics) -> str | None:
     return numerics.tf32_conversion if once and numerics.tf32_conversion != "unknown" else None
 
 
-def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Units:
+def units_of(
+    in_dtype: str,
+    numerics: Numerics,
+    converted: bool = False,
+    *,
+    dequantised: bool = False,
+    p_factor: float = 1.0,
+) -> Units:
     """Returns the constants for a dtype and the declared numerics.
 
     Args:
@@ -130,6 +140,9 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
         numerics: The kernel's declared numerics. p_dtype is ignored for "fp64", where P stays
             float64; dots is ignored for all but "fp32".
         converted: Whether the inputs were converted to the operands of dots before.
+        dequantised: Whether k and v are products of codes and scales. Their float32 product is one
+            rounding, and a scale that multiplies a dot is one more.
+        p_factor: The least factor on P before its cast, at most 1.
 
     Raises:
         ValueError: in_dtype is unknown.
@@ -143,6 +156,7 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
         u_p, eta_p = _ROUNDING["fp32"]
     r = numerics.ds_roundings
     flush = 2.0**-1022 if double else 2.0**-126
+    u_accumulator = 2.0**-53 if double else 2.0**-24
     # 11 binary digits of a number; a rounding to nearest errs by half as much as a truncation.
     half = 0.5 if numerics.tf32_conversion in ("nearest", "nearest_away") else 1.0
     short = half * (numerics.dots == "tf32" and in_dtype == "fp32")
@@ -153,7 +167,7 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
     if smallest_exponent is not None:
         cut_off = math.ldexp(16.0 * numerics.accumulator, smallest_exponent - 24)
     return Units(
-        u=2.0**-53 if double else 2.0**-24,
+        u=u_accumulator,
         flush=flush,
         u_exp=2.0**-51 if double else 2.0**-22,
         u_log=2.0**-51 if double else 2.0**-22,
@@ -162,12 +176,13 @@ def units_of(in_dtype: str, numerics: Numerics, converted: bool = False) -> Unit
         u_stored=u_stored,
         eta_stored=eta_stored,
         u_x=2.0**-10 * short,
-        u_input=0.0 if converted else 2.0**-10 * short,
+        u_input=2 * u_accumulator if dequantised else 0.0 if converted else 2.0**-10 * short,
         # TF32 drops 13 bits of a number whose last bit is 2**-149.
         eta_x=2.0**-136 * short + cut_off,
         cut_off=cut_off,
         flush_op=numerics.flushes * flush,
         accumulator=float(numerics.accumulator),
+        p_factor=p_factor,
     )
 
 

@@ -77,13 +77,16 @@ TESTS: dict[str, str] = {
     "oracles/calls/ring.py": "test_calls test_merging_checks",
     "oracles/declaration.py": "test_declarations",
     "oracles/formats/element.py": "test_formats",
-    "oracles/formats/in_numpy.py": "test_formats",
-    "oracles/formats/in_torch.py": "test_formats",
+    "oracles/formats/in_numpy.py": "test_formats test_stored_caches",
+    "oracles/formats/in_torch.py": "test_formats test_stored_caches",
+    "oracles/formats/writing.py": "test_stored_caches test_declarations",
     "oracles/guarantee.py": "test_claims test_verification",
     "oracles/outputs.py": "test_outputs",
     "oracles/problem.py": "test_problem test_batched",
     "oracles/reference/caches.py": "test_cache_oracles test_cache_checks",
     "oracles/reference/numpy_caches.py": "test_cache_oracles",
+    "oracles/reference/numpy_stored_caches.py": "test_stored_caches",
+    "oracles/reference/stored_caches.py": "test_stored_caches",
     "oracles/reference/merging.py": "test_merging test_merging_checks",
     "oracles/reference/numpy_reference.py": "test_numpy_reference test_softcap test_alibi "
     "test_numpy_bound test_sinks",
@@ -105,6 +108,8 @@ TESTS: dict[str, str] = {
     "properties/guarantees/limits.py": "test_limits",
     "properties/guarantees/masking.py": "test_masking test_guarantees test_lse_gradient",
     "properties/guarantees/memory.py": "test_memory_checks test_guarantees",
+    "properties/guarantees/cache_places.py": "test_cache_checks",
+    "properties/guarantees/cache_writing.py": "test_cache_checks",
     "properties/guarantees/caches.py": "test_cache_checks",
     "properties/guarantees/merging.py": "test_merging_checks",
     "properties/guarantees/pooled.py": "test_pooled_checks",
@@ -142,6 +147,7 @@ TESTS: dict[str, str] = {
     "properties/inputs/sampling.py": "test_batched test_input_families",
     "properties/inputs/score_families.py": "test_score_families",
     "properties/inputs/caches.py": "test_cache_oracles test_cache_checks",
+    "properties/inputs/stored.py": "test_stored_caches",
     "properties/inputs/sink_families.py": "test_sinks",
     "properties/inputs/states.py": "test_merging_checks",
     "properties/inputs/tensors.py": "test_padding_values test_families test_bias test_alibi "
@@ -203,6 +209,7 @@ TESTS: dict[str, str] = {
     "fa_verify/simulator/interpreter/addresses.py": "test_interpreter_addresses",
     "fa_verify/simulator/interpreter/block_pointers.py": "test_interpreter_block_pointers",
     "fa_verify/simulator/interpreter/dot_order.py": "test_dot_order",
+    "fa_verify/simulator/interpreter/eight_bit_floats.py": "test_interpreter_eight_bits",
     "fa_verify/simulator/interpreter/functions.py": "test_interpreter_functions",
     "fa_verify/simulator/interpreter/launches.py": "test_interpreter",
     "fa_verify/simulator/interpreter/libdevice.py": "test_interpreter_libdevice",
@@ -212,7 +219,6 @@ TESTS: dict[str, str] = {
     "fa_verify/simulator/interpreter/rounding.py": "test_interpreter",
     "fa_verify/simulator/interpreter/types.py": "test_interpreter_types test_interpreter",
     "fa_verify/simulator/interpreter/without_gpu.py": "test_interpreter_without_gpu",
-    "fa_verify/simulator/interpreter/eight_bit_floats.py": "test_interpreter_eight_bits",
 }
 
 

@@ -21,6 +21,10 @@ CALLS = {
         attention=Problem(N=9, dtype="fp16", seed=7, mask=Mask(causal=True, seqlens_k=(9,))),
         page_size=4, new=2, shared=1, spare=1,
     ),
+    "cache of codes": CacheProblem(
+        attention=Problem(N=9, dtype="bf16", seed=7, mask=Mask(causal=True, seqlens_k=(9,))),
+        page_size=4, stored="e4m3fn", scales="page", divides=True,
+    ),
     "merge": MergeProblem(parts=(3, 0, 5), B=2, H=3, M=4, Dv=5, dtype="fp64", hidden=3, lse="low"),
     "ring": RingProblem(
         attention=Problem(M=3, N=9, mask=Mask(causal=True), inputs="times8"), lengths=(4, 0, 5)
@@ -91,3 +95,12 @@ def test_a_field_that_a_kind_lacks_is_named():
 def test_a_malformed_ring_is_refused(record, says):
     with pytest.raises(ValueError, match=says):
         call_from_record({"version": 1, **record})
+
+
+def test_a_cache_of_the_dtype_of_q_has_the_json_that_it_had_before_there_were_codes():
+    line = CALLS["cache"].to_json()
+    assert line.endswith('"cache":{"page_size":4,"new":2,"shared":1,"spare":1}}')
+    of_codes = CALLS["cache of codes"].to_json()
+    assert of_codes.endswith(
+        '"cache":{"page_size":4,"stored":"e4m3fn","scales":"page","divides":true}}'
+    )

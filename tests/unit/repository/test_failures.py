@@ -41,6 +41,12 @@ LEFT_OUT = {
     "to a causal call that is out of the range of the bound": "is why a check is not made",
     ", which takes no call that ": "is the reason why a check is not made, and no finding",
     "to a mask with a predicate, of these entries alone": "is the reason why a check is not made",
+    "to a cache of the dtype of q": "is the reason why a check is not made, and no finding",
+    "to a mask with a predicate": "is the reason why a check is not made, and no finding",
+    "where the last row of no entry sees a key": "is the reason why a check is not made",
+    "to a call that appends to no cache of codes": "is the reason why a check is not made",
+    "to scales of pages, of which others would have others": "is why a check is not made",
+    "to a call without appends, which is out of range": "is why a check is not made",
     "to a cache of one page": "is the reason why a check is not made, and no finding",
     "its forward's results as returned": "names the results for dbias in a message shown for dq",
     # Why limits do not judge a call, which ``assert_attention_close`` says in its figures.

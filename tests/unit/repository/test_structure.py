@@ -18,7 +18,10 @@ LINKED = {
     "tests/conformance": "fa_verify.conformance",
 }
 # Folders that each folder may import; subfolders without a line belong to their parent.
-ORACLES = ("oracles", "oracles/calls", "oracles/masks", "oracles/reference", "oracles/bounds")
+ORACLES = (
+    "oracles", "oracles/calls", "oracles/formats", "oracles/masks", "oracles/reference",
+    "oracles/bounds",
+)  # fmt: skip
 PROPERTIES = tuple(
     f"properties/{name}"
     for name in (
@@ -60,8 +63,9 @@ ARROWS = {
     "oracles": ("oracles/masks",),
     "oracles/masks": ("oracles",),
     # A call is a value. The truth about it is computed from tensors, by the folders below.
-    "oracles/calls": ("oracles", "oracles/masks"),
-    "oracles/reference": ("oracles", "oracles/masks"),
+    "oracles/calls": ("oracles", "oracles/formats", "oracles/masks"),
+    "oracles/formats": (),
+    "oracles/reference": ("oracles", "oracles/formats", "oracles/masks"),
     "oracles/bounds": ("oracles", "oracles/masks", "oracles/reference"),
     # The second writing shares nothing with the first.
     "oracles/bounds/in_numpy": ("oracles", "oracles/masks", "oracles/reference"),

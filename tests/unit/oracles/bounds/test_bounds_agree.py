@@ -150,6 +150,24 @@ def test_references_and_bounds_agree_on_a_gradient_of_lse(
     assert (judged.bound.dq > without.dq).any() == without.dq.any()
 
 
+@pytest.mark.parametrize("p_factor", [1.0, 2.0**-9])
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_bounds_agree_on_products_of_codes_and_scales(dtype: str, case: int, p_factor: float):
+    (q, k, v, dout), call, block_n = a_problem(f"{dtype}/codes/{case}")
+    call |= {"in_dtype": dtype, "numerics": Numerics(block_n=block_n)}
+    k, v = k * 1.1, v * 0.9
+    want = numpy_check.bound(
+        *as_arrays([q, k, v, dout]), **call, dequantised=True, p_factor=p_factor
+    )
+    given = q.to(DTYPES[dtype])
+    got = error_model.judge(given, k, v, dout, **call, rows=32, p_factor=p_factor).bound
+    assert_within(got, want, Outputs(*(1e-10 * torch.from_numpy(x) for x in want)))
+    plain = error_model.judge(given.double(), k, v, dout, **call, rows=32).bound
+    assert (got.out >= plain.out).all()
+    assert (got.out > plain.out).any() == plain.out.any()
+
+
 def test_bounds_agree_where_a_gradient_of_lse_is_flushed() -> None:
     (q, k, v, dout), call, block_n = a_problem("fp32/flushed dlse/0")
     small = [(x * 2.0**-120).to(torch.float32).double() for x in (v, dout)]

@@ -52,6 +52,16 @@ def test_both_writings_gather_the_keys_that_the_problem_has(problem):
         ({"new": 2}, "new is 2; needs at most"),
         ({"shared": 1}, "shared is 1; needs pages"),
         ({"shared": 1, "page_size": 2}, "shared is 1; needs pages"),
+        ({"stored": "fp8"}, "stored is 'fp8'; needs one of"),
+        ({"stored": "int8", "scales": "row"}, "scales is 'row'; needs one of"),
+        ({"scales": "head"}, "scales is 'head'; needs 'tensor' without codes"),
+        ({"divides": True}, "scales is 'tensor'; needs 'tensor' without codes"),
+        ({"stored": "int8", "scales": "page"}, "scales is 'page'; needs pages"),
+        ({"stored": "int8", "scales": "page", "page_size": 2, "new": 1}, "needs pages, and no new"),
+        (
+            {"stored": "int8", "scales": "token_head", "divides": True, "new": 1},
+            "needs scales that multiply",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(fields, says):

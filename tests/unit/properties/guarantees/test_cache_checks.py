@@ -19,6 +19,7 @@ from fa_verify.properties.kernels.subject import Subject
 from fa_verify.properties.kernels.supported import ExcludedError
 from fa_verify.properties.kernels.supported_caches import cached, hidden_first, lengthened
 from fa_verify.properties.kinds.registry import KINDS
+from tests.quantised import faults, kernel
 from tests.unit.properties.guarantees.calls import found_on
 from tests.unit.properties.problems.sampling import drawn
 
@@ -158,6 +159,8 @@ KEPT: dict[int, torch.Tensor] = {}
 DRAWN = {
     "hidden keys": lambda problem: hidden_first(problem, 17), "many keys": lengthened,
     "ways": lambda problem: changed(problem, seed=0),
+    "places": lambda problem: changed(problem, stored="e4m3fn", scales="token_head"),
+    "codes written": lambda problem: changed(problem, stored="e4m3fn"),
 }  # fmt: skip
 WRONG = {
     "accuracy": drops_the_append, "written": drops_the_append,
@@ -166,6 +169,7 @@ WRONG = {
     "append": appends_badly, "nothing cached": hides_empty_rows,
     "neighbours": rounds_by_the_longest, "decoding": rounds_by_appends,
     "far pages": is_far_by_64_bits, "ways": keeps_lengths_by_address,
+    "places": faults.ScaleOfTheNeighbouringToken, "codes written": faults.DoesNotSaturate,
 }  # fmt: skip
 
 
@@ -188,6 +192,8 @@ def subject_of(function, **declared) -> Subject:
         raise NotImplementedError
 
     promised = {"bitwise": ("G10",), "same_bits": ("batch", "chunks", "varlen")}
+    of_codes = ("cache_formats", "cache_scales", "writing")
+    promised |= {word: getattr(function, word) for word in of_codes if hasattr(function, word)}
     for word, value in {"kvcache": function, **promised, **declared}.items():
         setattr(attention, word, value)
     return Subject.of(attention, "attention")
@@ -196,7 +202,8 @@ def subject_of(function, **declared) -> Subject:
 @pytest.mark.parametrize("check", CACHES)
 def test_a_check_finds_its_fault_and_passes_a_correct_subject(check):
     problem = asked(check, PROBLEM)
-    assert found_on(subject_of(attend), problem, CACHES[check]) == []
+    right = attend if problem.format is None else kernel.attention
+    assert found_on(subject_of(right), problem, CACHES[check]) == []
     findings = found_on(subject_of(WRONG[check]), problem, CACHES[check])
     assert findings
     assert str(findings[0])

@@ -7,12 +7,19 @@ import re
 
 import pytest
 
+from fa_verify.oracles.formats.writing import Writing
 from fa_verify.properties.kernels.declared import WORDS, declared_by
 from fa_verify.properties.kernels.subject import Subject
 
 # Documented declarations with valid values.
 VALID = {
     "dtypes": [("fp16", "bf16"), ["fp64"], {"fp32"}],
+    "cache_formats": [("input", "int8"), ["e4m3fn"], {"e5m2"}],
+    "cache_scales": [("tensor", "head"), ["page"], {"token_head"}],
+    "scale_divides": [True, False],
+    "writing": [Writing(rounding="half_added", by="reciprocal", least_scale=1e-6)],
+    "dequantised": ["exact", "rounded"],
+    "v_scale_on": ["v", "p"],
     "head_dims": [(64, 128), [16], range(8, 257, 8), {64}, None],
     "seqlen_multiple": [1, 128],
     "max_seqlen": [1, 4096, None],
@@ -188,6 +195,15 @@ WRONG = [
     ("cache", (), "is empty; needs some of ('contiguous', 'paged', 'append')"),
     ("cache", ("append",), "is ('append',); needs 'contiguous' or 'paged'"),
     ("page_sizes", (0,), "has 0; needs an int from 1 to"),
+    ("cache_formats", ("fp4",), "has ['fp4']; known are ('input', 'e4m3fn', 'e5m2', 'int8')"),
+    ("cache_scales", (), "is empty; needs some of ('tensor', 'head', 'page', 'token_head')"),
+    ("scale_divides", "k", "is 'k'; needs one of (False, True)"),
+    ("writing", "nearest", "is 'nearest'; needs a dict of the fields of Writing"),
+    ("writing", {"to": 1}, "is {'to': 1}; needs fields out of ('rounding', 'overflow', 'by', "),
+    ("writing", {"by": "shifts"}, ".by is 'shifts'; needs one of ('division', 'reciprocal')"),
+    ("writing", {"least_scale": -1}, ".least_scale is -1; needs a finite number >= 0"),
+    ("dequantised", "bf16", "is 'bf16'; needs one of ('exact', 'rounded')"),
+    ("v_scale_on", "k", "is 'k'; needs one of ('v', 'p')"),
     ("kvcache_splits", 2, "is 2; needs a function of a problem"),
     ("states", "merge", "is 'merge'; needs a function of (outs, lses), or True"),
     ("packed", True, "is True; needs a function of packed sequences"),
@@ -225,7 +241,7 @@ def test_every_declaration_has_a_wrong_value():
 
 @pytest.mark.parametrize(("word", "value", "says"), WRONG)
 def test_a_wrong_value_is_refused_with_the_value_and_the_choices(word, value, says):
-    gap = "" if says.startswith("[") else " "
+    gap = "" if says.startswith(("[", ".")) else " "
     with pytest.raises(ValueError, match="^" + re.escape(f"attention.{word}{gap}{says}")):
         Subject.of(function_with(**{word: value}), "attention")
 
@@ -353,7 +369,7 @@ def test_features_that_are_not_supported_are_named(declared):
         return q
 
     vars(kernel).update(declared)
-    says = "; fp8, int8, dropout, quantised caches and AMD GPUs are not supported$"
+    says = "; fp8 and int8 of q, dropout and AMD GPUs are not supported$"
     with pytest.raises(ValueError, match=says):
         Subject.of(kernel, "kernel")
 

@@ -171,6 +171,11 @@ def test_everything_that_limits_the_domain_is_tried():
         "cache",
         "page_sizes",
         "kvcache_splits",
+        # Formats of a cache: ``excludes_format``.
+        "cache_formats",
+        "cache_scales",
+        "scale_divides",
+        "writing",
         "assumed",
     }
     # A verdict names each declaration that leaves problems out and was assumed.
@@ -357,7 +362,7 @@ def test_declarations_are_listed(word, value, says):
 def test_every_numeric_declaration_is_listed(word):
     default = getattr(Numerics(), word)
     other = {"any": "tile", "none": "q", "input": "fp32", "ieee": "tf32", "unrounded": "rounded"}
-    other |= {"unknown": "truncate", "difference": "exact"}
+    other |= {"unknown": "truncate", "difference": "exact", "exact": "rounded", "v": "p"}
     other |= {
         "fp32": "input" if word == "partial_sums" else "dtype",
         0: 8,

@@ -3,5 +3,3 @@
 ``element.py`` has the formats, ``in_torch.py`` and ``in_numpy.py`` the casts from float64 to codes
 and back.
 """
-
-__all__: list[str] = []

@@ -19,6 +19,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.guarantees.agreement import same_or_inside
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
+from fa_verify.properties.inputs.quantised import QuantisedInputs, make_quantised
 from fa_verify.properties.inputs.states import make_states
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kernels.packing import with_kept_offsets
@@ -26,6 +27,7 @@ from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.kernels.ways import OF_BACKWARD, OF_FORWARD, way_of, ways_of
 from fa_verify.properties.kinds.caches import CacheTrial
 from fa_verify.properties.kinds.merges import Convention, MergeTrial
+from fa_verify.properties.kinds.quantised import QuantisedTrial
 from fa_verify.properties.running.taking_turns import in_turns
 from fa_verify.properties.running.trial import (
     AttentionTrial,
@@ -35,6 +37,7 @@ from fa_verify.properties.running.trial import (
     attention_call,
     cache_call,
     merge_call,
+    quantised_call,
     running,
 )
 
@@ -307,19 +310,40 @@ def _of_caches(trial: CacheTrial) -> _Calls:
     )
 
 
+def _of_codes(trial: QuantisedTrial) -> _Calls:
+    subject, problem = trial.subject, trial.problem
+
+    def other(x: QuantisedInputs) -> QuantisedInputs:
+        """Return codes of other tokens, and scales twice as large."""
+        return x._replace(
+            q=x.q.flip(2), k=x.k.flip(2), v=x.v.flip(2), q_scale=2 * x.q_scale,
+            v_scale=None if x.v_scale is None else 2 * x.v_scale,
+        )  # fmt: skip
+
+    return _Calls(
+        trial,
+        given=lambda: trial.inputs,
+        make=lambda: make_quantised(problem),
+        other=other,
+        # k has another head_dim than q.
+        bad=lambda x: x._replace(k=torch.cat((x.k, x.k[..., :1]), -1)),
+        call=lambda x, wanted: quantised_call(subject, problem, x),
+    )
+
+
 _KINDS: dict[str, Callable[[Any], _Calls]] = {
-    "attention": _of_attention, "merge": _of_merges, "cache": _of_caches,
+    "attention": _of_attention, "merge": _of_merges, "cache": _of_caches, "quantised": _of_codes,
 }  # fmt: skip
 
 
-def one_way(trial: AttentionTrial | MergeTrial | CacheTrial) -> list[Finding]:
+def one_way(trial: AttentionTrial | MergeTrial | CacheTrial | QuantisedTrial) -> list[Finding]:
     """G16: one way of making the call, which the seed chooses, gives the same result."""
     subject, kind = trial.subject, trial.problem.kind
     words, _ = way_of(trial.problem.seed, _ways(trial))
     # A kernel may write the next results where those of the trial are.
     got: Any = trial.got
     copies = (None if x is None else x.clone() for x in got)
-    got = tuple(copies) if kind == "cache" else type(got)(*copies)
+    got = tuple(copies) if kind in ("cache", "quantised") else type(got)(*copies)
     trial = dataclasses.replace(trial, got=got)
     try:
         for again, promise, *own in _WAYS[words](_KINDS[kind](trial)):

@@ -315,8 +315,12 @@ def _of_codes(trial: QuantisedTrial) -> _Calls:
 
     def other(x: QuantisedInputs) -> QuantisedInputs:
         """Return codes of other tokens, and scales twice as large."""
+        # PyTorch flips no codes of 8 bits.
+        q, k, v = (
+            y.index_select(2, torch.arange(y.shape[2], device=y.device).flip(0)) for y in x[:3]
+        )
         return x._replace(
-            q=x.q.flip(2), k=x.k.flip(2), v=x.v.flip(2), q_scale=2 * x.q_scale,
+            q=q, k=k, v=v, q_scale=2 * x.q_scale, k_scale=x.k_scale / 8,
             v_scale=None if x.v_scale is None else 2 * x.v_scale,
         )  # fmt: skip
 

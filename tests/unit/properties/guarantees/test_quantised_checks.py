@@ -75,6 +75,41 @@ def test_a_problem_without_hidden_keys_says_so():
         assert trial.asked[Q1.key].startswith("not applicable")
 
 
+def _in_the_same_memory(problem: QuantisedProblem) -> QuantisedProblem:
+    """Return a problem whose seed chooses a call after another one in the same memory."""
+    attention = dataclasses.replace(problem.attention, seed=0)
+    return dataclasses.replace(problem, attention=attention)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("D", [1, 32])
+def test_every_way_of_a_call_gives_the_same_result(seed, D):
+    attention = dataclasses.replace(PROBLEM.attention, seed=seed, D=D)
+    trial = run(
+        dataclasses.replace(right("plain"), head_dims=None),
+        dataclasses.replace(PROBLEM, attention=attention),
+    )
+    assert CHECKS["ways"](trial) == []
+    assert len(trial.asked) == 1
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_a_scale_that_a_kernel_keeps_is_found(name):
+    kept = {}
+
+    def attention(q, k, v, q_scale, k_scale, v_scale, *, mask, sm_scale, out_dtype):
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        scales[name] = kept.setdefault(scales[name].data_ptr(), scales[name].clone())
+        return QuantisedForward(block_n=32)(
+            q, k, v, *scales.values(), mask=mask, sm_scale=sm_scale, out_dtype=out_dtype
+        )
+
+    plain = right("plain")
+    trial = run(plain, _in_the_same_memory(PROBLEM))
+    subject = dataclasses.replace(plain, call=attention, quantised=attention)
+    assert CHECKS["ways"](dataclasses.replace(trial, subject=subject)) != []
+
+
 @pytest.mark.parametrize("codes", CODE_FAMILIES)
 @pytest.mark.parametrize("layout", ["head", "token", "block"])
 def test_scales_of_neighbours_differ_by_nearly_a_power_of_two(codes, layout):

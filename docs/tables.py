@@ -392,7 +392,7 @@ def _problem_names() -> list[str]:
 # Files of ``tests/conformance`` that ask all claims of a kind or of a group.
 _OF_KINDS = {
     "merge": "test_merging.py", "ring": "test_merging.py", "cache": "test_caches.py",
-    "pooled": "test_pooled.py",
+    "quantised": "test_quantised.py", "pooled": "test_pooled.py",
 }  # fmt: skip
 # The faults that a run finds before it compares outputs.
 _OF_EVERY_CALL = ("exception", "form", "inputs")
@@ -484,7 +484,26 @@ def _declarations(part: str) -> list[str]:
     )
 
 
+def _quantised_numerics() -> list[str]:
+    """A line for each word of ``quantised_numerics``."""
+    from fa_verify.oracles.declaration import declarations_of
+    from fa_verify.oracles.quantised_numerics import QuantisedNumerics
+
+    rows = [(f"`{word}`", known.meaning) for word, known in declarations_of(QuantisedNumerics)]
+    return markdown(("word", "meaning"), rows)
+
+
+def _quantised_faults() -> list[str]:
+    """A line for each planted fault of a kernel of codes, with its origin."""
+    from tests.altered.quantised import FAULTS
+
+    rows = [(name, of, origin) for name, (of, _, origin) in FAULTS.items()]
+    return markdown(("fault", "in the kernel", "seen in"), rows)
+
+
 TABLES: Mapping[str, Callable[[], list[str]]] = {
+    "quantised-numerics": _quantised_numerics,
+    "quantised-faults": _quantised_faults,
     "guarantees": _guarantees,
     "speed-bf16": lambda: _speed("speed.csv"),
     "speed-fp16": lambda: _speed("speed-fp16.csv"),

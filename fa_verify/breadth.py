@@ -69,8 +69,7 @@ def choose_breadth(config: pytest.Config) -> None:
     draws = not (of_few or config.getoption("collectonly", False))
     if given is None and not is_ours(config) and draws:
         subject = subject_of(config)
-        alone = subject.merges_alone or subject.reads_caches_alone
-        if device_of(config) == "cpu" and not alone:
+        if device_of(config) == "cpu" and subject.attends:
             seconds = _seconds(subject)
             config.option.fa_breadth = next(k for k, x in BREADTHS.items() if seconds <= x.seconds)
 

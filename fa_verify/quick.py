@@ -51,7 +51,7 @@ def entries_for(subject: Subject, device: str) -> Iterator[Entry]:
     without sequences of calls.
     """
     had: set[Value] = set()
-    if not has_table(subject) and not subject.merges_alone and not subject.reads_caches_alone:
+    if not has_table(subject) and subject.attends:
         array = covering_problems(
             subject, device, most=_TILE_PAIRS, pairs=True, kernels=shared_kernels(subject, device),
         )  # fmt: skip

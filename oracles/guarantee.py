@@ -190,6 +190,12 @@ I6 = Guarantee(
     "The forward without gradients gives the bits of the forward of training. Kernels that do not "
     "declare it are held to the bound.",
 )
+Q1 = Guarantee(
+    "Q1",
+    "hidden codes",
+    "Codes of 8 bits in padding, and those of a key that a row does not see, change no bit of the "
+    "row while the scales stay the same.",
+)
 S1 = Guarantee(
     "S1",
     "merging",

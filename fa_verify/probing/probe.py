@@ -121,8 +121,9 @@ def probe(
     """
     found: dict[str, Answer] = {}
     sums: list[Sum] = []
-    # The questions are about padded tensors, except for those about bits.
-    answers = () if subject.reads_caches_alone else _answers(subject, device, found, topics)
+    # The questions are about padded tensors of 16 bits and more, except for those about bits.
+    of_bits = subject.reads_caches_alone or subject.quantised_alone
+    answers = () if of_bits else _answers(subject, device, found, topics)
     for answer in answers:
         if isinstance(answer, Sum):
             sums.append(answer)

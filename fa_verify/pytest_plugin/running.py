@@ -140,7 +140,10 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"--fa-quick has problems of its own; needs to be without {beside[0]}"
             )
         # The last three are for subjects of merges and caches alone, and left out for others.
-        select(config, "test_replay", QUICK, "test_combinations", "test_merging", "test_caches")
+        select(
+            config, "test_replay", QUICK, "test_combinations", "test_merging", "test_caches",
+            "test_quantised",
+        )  # fmt: skip
     if text is not None:
         try:
             config.stash[REPLAY] = call_from_json(text)

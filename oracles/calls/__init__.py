@@ -1,1 +1,1 @@
-"""The calls other than attention to padded tensors, as values: caches, merges and rings."""
+"""The calls other than attention to padded tensors, as values: caches, merges, rings and codes."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from fa_verify.oracles.call import Call, record_from_json
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.calls.quantised import QuantisedProblem
 from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.problem import Problem
 
 __all__ = ["call_from_json", "call_from_record"]
 
 # The key of a record that only calls of one kind have.
-_OF_KEY: dict[str, type[CacheProblem | MergeProblem | RingProblem]] = {
-    "cache": CacheProblem, "merge": MergeProblem, "ring": RingProblem
+_OF_KEY: dict[str, type[CacheProblem | MergeProblem | QuantisedProblem | RingProblem]] = {
+    "cache": CacheProblem, "merge": MergeProblem, "quantised": QuantisedProblem,
+    "ring": RingProblem,
 }  # fmt: skip
 
 

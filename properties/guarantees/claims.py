@@ -45,6 +45,7 @@ from fa_verify.oracles.guarantee import (
     I6,
     IDENTITIES,
     LIMIT,
+    Q1,
     RMS,
     S1,
     S2,
@@ -52,7 +53,7 @@ from fa_verify.oracles.guarantee import (
     Guarantee,
 )
 from fa_verify.oracles.problem import Problem
-from fa_verify.properties.guarantees import caches, merging, pooled, same_bits
+from fa_verify.properties.guarantees import caches, merging, pooled, quantised, same_bits
 from fa_verify.properties.guarantees.accuracy import accuracy, finite, logic
 from fa_verify.properties.guarantees.added_gradients import bias_gradient, sink_gradient
 from fa_verify.properties.guarantees.backward import backward
@@ -583,8 +584,20 @@ _OF_CACHES = (
     _cache(G16, "ways", one_way),
 )  # fmt: skip
 
+
+def _quantised(guarantee: Guarantee, name: str, check: Check, **fields: Any) -> Claim:
+    return Claim(guarantee=guarantee, name=name, check=check, kind="quantised", **fields)
+
+
+_OF_CODES = (
+    _quantised(G1, "accuracy", quantised.accuracy, standing=True, bounded=True),
+    _quantised(G16, "ways", one_way),
+    _quantised(Q1, "padded codes", quantised.padded_codes, needs={"padding": True}),
+    _quantised(Q1, "hidden codes", quantised.hidden_codes, needs={"hidden": True}),
+)
+
 CLAIMS: tuple[Claim, ...] = (
-    *_OF_ATTENTION, *_OF_PARTS, *_OF_POOLED, *_OF_MERGES, *_OF_CACHES
+    *_OF_ATTENTION, *_OF_PARTS, *_OF_POOLED, *_OF_MERGES, *_OF_CACHES, *_OF_CODES
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from fa_verify.oracles.masks.mask import Mask
 from fa_verify.properties.guarantees.agreement import same_or_inside
 from fa_verify.properties.guarantees.compare import Finding
 from fa_verify.properties.inputs.caches import CacheInputs, make_cache, shared_inputs
+from fa_verify.properties.inputs.quantised import QuantisedInputs, make_quantised
 from fa_verify.properties.inputs.states import make_states
 from fa_verify.properties.inputs.tensors import make
 from fa_verify.properties.kernels.packing import with_kept_offsets
@@ -27,6 +28,7 @@ from fa_verify.properties.kernels.refusals import RefusedError
 from fa_verify.properties.kernels.ways import OF_BACKWARD, OF_FORWARD, way_of, ways_of
 from fa_verify.properties.kinds.caches import CacheTrial
 from fa_verify.properties.kinds.merges import Convention, MergeTrial
+from fa_verify.properties.kinds.quantised import QuantisedTrial
 from fa_verify.properties.running.taking_turns import in_turns
 from fa_verify.properties.running.trial import (
     AttentionTrial,
@@ -36,6 +38,7 @@ from fa_verify.properties.running.trial import (
     attention_call,
     cache_call,
     merge_call,
+    quantised_call,
     running,
 )
 
@@ -318,19 +321,44 @@ def _others(cache: torch.Tensor) -> torch.Tensor:
     return (cache.view(torch.uint8) ^ 0x80).view(cache.dtype)
 
 
+def _of_codes(trial: QuantisedTrial) -> _Calls:
+    subject, problem = trial.subject, trial.problem
+
+    def other(x: QuantisedInputs) -> QuantisedInputs:
+        """Return codes of other tokens, and scales twice as large."""
+        # PyTorch flips no codes of 8 bits.
+        q, k, v = (
+            y.index_select(2, torch.arange(y.shape[2], device=y.device).flip(0)) for y in x[:3]
+        )
+        return x._replace(
+            q=q, k=k, v=v, q_scale=2 * x.q_scale, k_scale=x.k_scale / 8,
+            v_scale=None if x.v_scale is None else 2 * x.v_scale,
+        )  # fmt: skip
+
+    return _Calls(
+        trial,
+        given=lambda: trial.inputs,
+        make=lambda: make_quantised(problem),
+        other=other,
+        # k has another head_dim than q.
+        bad=lambda x: x._replace(k=torch.cat((x.k, x.k[..., :1]), -1)),
+        call=lambda x, wanted: quantised_call(subject, problem, x),
+    )
+
+
 _KINDS: dict[str, Callable[[Any], _Calls]] = {
-    "attention": _of_attention, "merge": _of_merges, "cache": _of_caches,
+    "attention": _of_attention, "merge": _of_merges, "cache": _of_caches, "quantised": _of_codes,
 }  # fmt: skip
 
 
-def one_way(trial: AttentionTrial | MergeTrial | CacheTrial) -> list[Finding]:
+def one_way(trial: AttentionTrial | MergeTrial | CacheTrial | QuantisedTrial) -> list[Finding]:
     """G16: one way of making the call, which the seed chooses, gives the same result."""
     subject, kind = trial.subject, trial.problem.kind
     words, _ = way_of(trial.problem.seed, _ways(trial))
     # A kernel may write the next results where those of the trial are.
     got: Any = trial.got
     copies = (None if x is None else x.clone() for x in got)
-    got = tuple(copies) if kind == "cache" else type(got)(*copies)
+    got = tuple(copies) if kind in ("cache", "quantised") else type(got)(*copies)
     trial = dataclasses.replace(trial, got=got)
     try:
         for again, promise, *own in _WAYS[words](_KINDS[kind](trial)):

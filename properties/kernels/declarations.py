@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fa_verify.oracles.calls.cache import OF_INPUTS, SCALES
+from fa_verify.oracles.calls.quantised import QK_FORMATS, QK_SCALES, V_FORMATS, V_SCALES
 from fa_verify.oracles.declaration import (
     declared,
     function,
@@ -23,6 +24,7 @@ from fa_verify.oracles.declaration import (
 from fa_verify.oracles.formats.writing import Writing
 from fa_verify.oracles.outputs import LONGEST_TILE
 from fa_verify.oracles.problem import DTYPES, LAYOUTS, Problem
+from fa_verify.oracles.quantised_numerics import QuantisedNumerics, quantised_numerics
 from fa_verify.properties.inputs.bad_calls import BAD_CALLS
 from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.kernels import phrases
@@ -49,13 +51,15 @@ from fa_verify.properties.kernels.vocabulary import (
 
 __all__ = ["Declarations", "not_supported"]
 
-_NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|quant|hip|rocm|amd", re.IGNORECASE)
+_NOT_SUPPORTED = re.compile("f(p|loat)8|int8|dropout|hip|rocm|amd", re.IGNORECASE)
 
 
 def not_supported(*words: object) -> str:
     """Return a sentence for words that ask for a feature that is not supported; else nothing."""
     asks = any(_NOT_SUPPORTED.search(str(word)) for word in words)
-    return "; fp8 and int8 of q, dropout and AMD GPUs are not supported" if asks else ""
+    if not asks:
+        return ""
+    return "; dropout and AMD GPUs are not supported, and codes of 8 bits by `quantised` alone"
 
 
 def _scale(where: str, given: object) -> object:
@@ -64,6 +68,14 @@ def _scale(where: str, given: object) -> object:
     if given != DEFAULT_SCALE and not (number and 0 < given < math.inf):  # type: ignore[operator]
         raise ValueError(f"{where} is {given!r}; needs {DEFAULT_SCALE!r} or a finite number > 0")
     return given
+
+
+def _two_sizes(where: str, given: object) -> tuple[int, ...]:
+    """Return ``scale_blocks`` as a tuple of two sizes."""
+    found: tuple[int, ...] = sizes(LONGEST_TILE)(where, given)
+    if len(found) != 2:
+        raise ValueError(f"{where} is {given!r}; needs two sizes, of rows and of keys")
+    return found
 
 
 def _configs(where: str, given: object) -> object:
@@ -406,6 +418,53 @@ class Declarations:
         function("a function of (outs, lses), or True for a kernel that is one", True),
         "promises",
         none_is_nothing=True,
+    )
+    quantised: Callable[..., Any] | None = declared(
+        None,
+        "a function of `(q, k, v, q_scale, k_scale, v_scale)`, the first three in codes of 8 bits,"
+        " that returns out, or out and lse; True for a kernel that is one, and takes nothing else: "
+        "[Quantised attention](quantised.md)",
+        function("a function of (q, k, v, q_scale, k_scale, v_scale), or True", True),
+        "quantised",
+        none_is_nothing=True,
+    )
+    qk_formats: tuple[str, ...] = declared(
+        QK_FORMATS[:1],
+        'formats of q and k, out of "e4m3fn", "e5m2" and "int8"',
+        some_of(QK_FORMATS, least=1),
+        "quantised",
+    )
+    v_formats: tuple[str, ...] = declared(
+        V_FORMATS[:1],
+        'formats of v, out of "e4m3fn", "e5m2" and "input", the dtype of out',
+        some_of(V_FORMATS, least=1),
+        "quantised",
+    )
+    qk_scales: tuple[str, ...] = declared(
+        QK_SCALES[:1],
+        'places of the scales of q and k: one for a "tensor", an entry and "head", a "token" and '
+        'head, or a "block" of tokens and head',
+        some_of(QK_SCALES, least=1),
+        "quantised",
+    )
+    v_scales: tuple[str, ...] = declared(
+        V_SCALES[:1],
+        'places of the scales of v: "tensor", "head", or "channel" and head',
+        some_of(V_SCALES, least=1),
+        "quantised",
+    )
+    scale_blocks: tuple[int, ...] = declared(
+        (128, 64),
+        'the rows, and the keys, that share a scale of a "block"',
+        _two_sizes,
+        "quantised",
+    )
+    quantised_numerics: QuantisedNumerics = declared(
+        QuantisedNumerics(),
+        "a dict of the words below: how `quantised` rounds, beside `block_n`, `rescale_threshold` "
+        "and `l_from`",
+        quantised_numerics,
+        "quantised",
     )
     tiles: Callable[[Problem], tuple[int, int]] | None = declared(
         None,

@@ -12,6 +12,7 @@ from typing import Any
 
 from fa_verify.oracles.declaration import Declaration, declarations_of
 from fa_verify.oracles.outputs import Numerics
+from fa_verify.oracles.quantised_numerics import QuantisedNumerics
 from fa_verify.properties.inputs.bad_calls import OF_CACHES, OF_PACKED, OF_PADDED
 from fa_verify.properties.kernels.declarations import Declarations, not_supported
 from fa_verify.properties.kernels.vocabulary import MASKS
@@ -143,6 +144,7 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         )
     if "cache" in declared and set(declared["cache"]) <= {"append"}:
         raise ValueError(f"{name}.cache is {declared['cache']!r}; needs 'contiguous' or 'paged'")
+    _check_codes(name, declared)
     _check_masks(name, declared)
     _check_refuses(name, declared)
     for config, replaced in declared.get("configs", {}).items():
@@ -151,6 +153,17 @@ def check_declarations(name: str, declared: dict[str, Any]) -> None:
         if unknown:
             raise ValueError(f"{where} has {unknown}; known are {_REPLACED}")
         check_declarations(where, dict(replaced))
+
+
+def _check_codes(name: str, declared: Mapping[str, Any]) -> None:
+    """Check that P, relative to a maximum that is put off, stays in the range of its format."""
+    numerics: QuantisedNumerics = declared.get("quantised_numerics", QuantisedNumerics())
+    threshold = declared.get("rescale_threshold", 0.0)
+    if "quantised" in declared and numerics.saturates(threshold):
+        raise ValueError(
+            f"{name}.rescale_threshold is {threshold}; needs less, as P times 2**{threshold} and "
+            f"its p_offset, {numerics.p_offset}, leaves the range of {numerics.p_format}"
+        )
 
 
 def _check_masks(name: str, declared: Mapping[str, Any]) -> None:

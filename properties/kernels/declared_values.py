@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fa_verify.oracles.call import Call
 from fa_verify.oracles.calls.cache import CacheProblem
+from fa_verify.oracles.calls.quantised import QuantisedProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.masks.prefix_lm import PrefixLM
 from fa_verify.oracles.problem import LAYOUTS, Problem
@@ -28,6 +29,8 @@ ANY_HEAD_DIM = (256, 17, 255)
 _LONGEST = {"cpu": 4200, "cuda": 65_536}
 _LONGEST_SQUARE = {"cpu": 512, "cuda": 4096}
 _OF_ALL_TENSORS = tuple(x for x in PADDING_VALUES if "_" not in x)
+# Declarations of formats and of the places of scales.
+_OF_CODES = ("qk_formats", "v_formats", "qk_scales", "v_scales")
 # Values that a list of missing ones names.
 _NAMED = 4
 _MASKS: dict[str, dict[str, Any]] = {
@@ -58,6 +61,8 @@ def declared_values(subject: Subject) -> tuple[Value, ...]:
     if subject.kvcache is not None:
         found["cache"] = subject.cache
         found["page_sizes"] = subject.page_sizes or () if "paged" in subject.cache else ()
+    if subject.quantised is not None:
+        found |= {word: getattr(subject, word) for word in _OF_CODES}
     # A function that no check calls: same_bits compares it with the kernel.
     promised = {*subject.same_bits}.union(
         *(x.get("same_bits", ()) for x in subject.configs.values())
@@ -82,8 +87,9 @@ def _of_attention(subject: Subject) -> dict[str, Sequence[str | int]]:
     found |= {"masks": masks, "score_mods": mods}
     most = subject.max_seqlen
     has = {"gqa": subject.gqa, "zero_sizes": subject.zero_sizes}
-    if not subject.reads_caches_alone:
+    if subject.attends:  # codes are contiguous
         found["layouts"] = subject.layouts or LAYOUTS
+    if not subject.reads_caches_alone:
         if "padding" in masks and not subject.varlen:
             found["dirty"] = subject.dirty or _OF_ALL_TENSORS
         found["max_seqlen"] = () if most is None else (most,)
@@ -115,6 +121,12 @@ def values_of(subject: Subject, call: Call) -> set[Value]:
         if not subject.reads_caches_alone:
             return of_cache  # the other declarations are those of its padded tensors
         found |= of_cache
+    elif isinstance(call, QuantisedProblem):
+        words = ("qk", "v", "qk_scales", "v_scales")
+        of_codes = {Value(w, getattr(call, x)) for w, x in zip(_OF_CODES, words, strict=True)}
+        if not subject.quantised_alone:
+            return of_codes
+        found |= of_codes
     elif not isinstance(call, Problem):
         return set()  # a ring has one or two values of most declarations
     if 0 in (a.B, a.M, a.N):
@@ -172,11 +184,11 @@ def examples(subject: Subject, device: str, had: Iterable[Value] = ()) -> Iterat
         device: "cpu" or "cuda".
         had: Values that other problems have.
     """
-    if subject.merges_alone or subject.reads_caches_alone:
+    if not subject.attends:
         return
     left: dict[str, list[str | int]] = {}
     for item in declared_values(subject):
-        if item.word not in ("cache", "page_sizes", "packed") and item not in had:
+        if item.word not in ("cache", "page_sizes", "packed", *_OF_CODES) and item not in had:
             left.setdefault(item.word, []).append(item.value)
     # One long sequence, and no size of 0, for which a kernel computes nothing.
     alone = [word for word in ("max_seqlen", "zero_sizes") if left.pop(word, None)]

@@ -206,6 +206,15 @@ def _check_signature(subject: Subject) -> None:
                 f"{error}"
             ) from None
         return
+    if subject.quantised_alone:
+        try:
+            signature.bind(*(None,) * 6, **dict.fromkeys(subject.quantised_keywords))
+        except TypeError as error:
+            raise ValueError(
+                f"{subject.name} takes {signature}; needs (q, k, v, q_scale, k_scale, v_scale, *, "
+                f"{', '.join(subject.quantised_keywords)}), as it declares quantised=True: {error}"
+            ) from None
+        return
     try:
         signature.bind(None, None, None, **dict.fromkeys(words))
     except TypeError as error:

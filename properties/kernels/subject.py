@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fa_verify.oracles.calls.cache import OF_INPUTS
+from fa_verify.oracles.calls.quantised import QUANTISED_DTYPES
 from fa_verify.oracles.declaration import declarations_of
 from fa_verify.oracles.formats.writing import Writing
 from fa_verify.oracles.guarantee import GUARANTEES, guarantee_of
@@ -32,6 +33,9 @@ from fa_verify.properties.kernels.tutorial_call import takes, tutorial_call
 from fa_verify.properties.kernels.vocabulary import SAME_BITS, score_mods_of
 
 __all__ = ["Subject"]
+
+# Declarations of a kernel that takes codes with scales alone.
+OF_CODES: dict[str, Any] = {"dtypes": QUANTISED_DTYPES, "backward": False}
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Subject(Declarations):
             declared["takes"] = tutorial.signature
         if declared.get("states") is True:
             declared["states"] = call
+        if declared.get("quantised") is True:
+            declared = {**OF_CODES, **declared, "quantised": call}
         if "cache" in declared:
             declared.setdefault("kvcache", call)
         numerics = {word: declared.pop(word) for word in NUMERICS if word in declared}
@@ -137,6 +143,8 @@ class Subject(Declarations):
             found["states"] = True
         if self.reads_caches_alone:
             found["cache"] = self.cache
+        if self.quantised_alone:
+            found["quantised"] = True
         return found
 
     def declared(self) -> str:
@@ -212,6 +220,8 @@ class Subject(Declarations):
             raise ExcludedCallError(f"{self.name} declares states True: it computes no attention")
         if self.reads_caches_alone:
             raise ExcludedCallError(f"{self.name} declares cache: it takes no padded tensors")
+        if self.quantised_alone:
+            raise ExcludedCallError(f"{self.name} declares quantised True: it takes codes alone")
         mods: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         if problem.softcap is not None:
             mods["softcap"] = problem.softcap
@@ -404,6 +414,62 @@ class Subject(Declarations):
         found: object = self.kvcache(
             q, k_cache, v_cache, **{word: given[word] for word in words}, **mods
         )
+        out, lse = (found, None) if isinstance(found, torch.Tensor) else self._pair(found)
+        return out, None if lse is None else self._natural(lse, problem)
+
+    @property
+    def quantised_alone(self) -> bool:
+        """Whether the kernel takes codes with scales alone."""
+        return self.quantised is not None and self.quantised is self.call
+
+    @property
+    def attends(self) -> bool:
+        """Whether the kernel takes padded tensors of 16 bits and more."""
+        return not (self.merges_alone or self.reads_caches_alone or self.quantised_alone)
+
+    @property
+    def quantised_keywords(self) -> tuple[str, ...]:
+        """The keyword arguments of a call with codes by name."""
+        words = self.keywords if self.quantised_alone else ("mask", "sm_scale")
+        return (*words, "out_dtype")
+
+    def run_quantised(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_scale: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor | None,
+        *,
+        problem: Problem,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to codes with scales, and convert the result to this project's conventions.
+
+        Args:
+            q: Codes (B, H, M, D).
+            k: Codes (B, Hk, N, D).
+            v: Codes (B, Hk, N, Dv), or numbers of ``out_dtype``.
+            q_scale: See ``QuantisedInputs``, as the next two.
+            k_scale: The same.
+            v_scale: The same, or None.
+            problem: The attention.
+            out_dtype: The dtype of out.
+
+        Returns:
+            (out, lse) as from ``run``.
+
+        Raises:
+            NotImplementedError: The subject has no ``quantised``, or it refuses the call.
+            AssertionError: ``quantised`` does not return out or (out, lse) as tensors.
+        """
+        if self.quantised is None:
+            raise ExcludedCallError(f"{self.name} declares no quantised")
+        given = {**self._asked(problem), "mask": problem.mask, "sm_scale": problem.scale}
+        given["out_dtype"] = out_dtype
+        words = {word: given[word] for word in self.quantised_keywords if word in given}
+        found: object = self.quantised(q, k, v, q_scale, k_scale, v_scale, **words)
         out, lse = (found, None) if isinstance(found, torch.Tensor) else self._pair(found)
         return out, None if lse is None else self._natural(lse, problem)
 

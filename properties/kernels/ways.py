@@ -32,7 +32,7 @@ OF_BACKWARD = (
 
 def ways_of(subject: Subject, kind: str) -> tuple[str, ...]:
     """Return the ways of a kernel's calls of a kind."""
-    backward = kind != "cache" and subject.backward
+    backward = kind not in ("cache", "quantised") and subject.backward
     return (*OF_FORWARD, *(OF_BACKWARD if backward else ()))
 
 

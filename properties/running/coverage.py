@@ -67,7 +67,7 @@ def cells_of(subject: Subject, problem: Call) -> tuple[Cell, ...]:
 
 def possible_cells(subject: Subject, device: str) -> set[Cell]:
     """Return the cells of problems that the declarations of a subject allow."""
-    if subject.merges_alone or subject.reads_caches_alone:
+    if not subject.attends:
         return set()
     step, most = subject.seqlen_multiple, subject.max_seqlen or math.inf
     ends = (*LENGTHS[1:], math.inf)

@@ -81,7 +81,7 @@ class Tally:
     @property
     def attends(self) -> bool:
         """Whether a problem of attention to padded tensors was judged, or none of any kind."""
-        others = {"merge", "ring", "cache"}
+        others = {"merge", "ring", "cache", "quantised"}
         return not self.cells or any(x.path not in others for y in self.cells.values() for x in y)
 
     def judged(

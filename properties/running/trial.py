@@ -21,12 +21,15 @@ import torch
 from fa_verify.oracles.bounds import error_model
 from fa_verify.oracles.bounds.error_model import Judgement
 from fa_verify.oracles.bounds.variance import Variances, variances
+from fa_verify.oracles.calls.quantised import QuantisedProblem
 from fa_verify.oracles.guarantee import EXCEPTION, FORM, INPUTS
 from fa_verify.oracles.outputs import OUTPUTS, Outputs
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.reference import torch_reference
 from fa_verify.oracles.reference.merging import Merged
 from fa_verify.properties.inputs.caches import CacheInputs, UnchangedInputs
+from fa_verify.properties.inputs.quantised import QuantisedInputs
+from fa_verify.properties.inputs.sampling import TORCH_DTYPES
 from fa_verify.properties.inputs.states import States
 from fa_verify.properties.inputs.tensors import Inputs, make
 from fa_verify.properties.kernels.refusals import CannotRunError, NoRoomError, RefusedError
@@ -56,6 +59,7 @@ __all__ = [
     "merge_call",
     "plan_in_range",
     "plan_run",
+    "quantised_call",
     "run_gradient",
     "run_gradients",
     "run_kvcache",
@@ -407,7 +411,9 @@ _MOST_COMPARED = 2**28
 
 
 @contextmanager
-def faults_of_the_subject(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
+def faults_of_the_subject(
+    inputs: Inputs | States | UnchangedInputs | QuantisedInputs,
+) -> Iterator[None]:
     """Convert exceptions inside the block to SubjectError, NotImplementedError to RefusedError.
 
     Raises:
@@ -493,7 +499,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of floats as integers, so that NaN equals itself."""
-    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _run_gradients(
@@ -648,8 +654,25 @@ def cache_call(subject: Subject, problem: Problem, x: CacheInputs) -> OpenCall:
     return OpenCall(results, None)
 
 
+def quantised_call(subject: Subject, problem: QuantisedProblem, x: QuantisedInputs) -> OpenCall:
+    """Make a call with codes and scales, inside of ``running``.
+
+    Raises:
+        WrongFormError: An output has a wrong shape or dtype.
+    """
+    like = x.q_scale.new_empty(0, dtype=TORCH_DTYPES[problem.dtype])
+    out, lse = subject.run_quantised(*x, problem=problem.attention, out_dtype=like.dtype)
+    shape = (*x.q.shape[:3], x.v.shape[3])
+    _check_form("out", out, like, shape)
+    results = {"out": out}
+    if lse is not None:
+        _check_form("lse", lse, like, shape[:3])
+        results["lse"] = lse
+    return OpenCall(results, None)
+
+
 @contextmanager
-def running(inputs: Inputs | States | UnchangedInputs) -> Iterator[None]:
+def running(inputs: Inputs | States | UnchangedInputs | QuantisedInputs) -> Iterator[None]:
     """Fill uninitialised memory inside the block, and convert exceptions.
 
     Raises:

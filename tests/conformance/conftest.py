@@ -96,6 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         *(("test_merging.py",) if subject.states is None else ()),
         *(() if subject.reads_caches_alone else ("test_caches.py",)),
+        *(() if subject.quantised_alone else ("test_quantised.py",)),
         # The fixed list has problems of its own.
         *(() if "attention" not in kinds_of(subject) else ("test_combinations.py",)),
     }
@@ -114,6 +115,7 @@ def attention_alone(request: pytest.FixtureRequest, subject: Subject) -> None:
     for is_alone, why, file in (
         (subject.merges_alone, "states=True: it computes no attention", "test_merging.py"),
         (subject.reads_caches_alone, "cache: it takes no padded tensors", "test_caches.py"),
+        (subject.quantised_alone, "quantised=True: it takes codes alone", "test_quantised.py"),
     ):
         # Problems of --fa-replay, of the corpus and of covering arrays may be merges or caches.
         if is_alone and request.path.name not in (file, "test_replay.py", "test_combinations.py"):

@@ -53,7 +53,7 @@ def timed(
 def _measured(subject: Subject) -> Ratios:
     """Time the passes on ``timing.GATE_PROBLEMS``, and decoding from ``timing.GATE_CACHES``."""
     found: Ratios = {}
-    for B, N, H, D, causal in () if subject.reads_caches_alone else timing.GATE_PROBLEMS:
+    for B, N, H, D, causal in timing.GATE_PROBLEMS if subject.attends else ():
         attention = _attention(subject, B, N, H, D, causal)
         calls = {"subject": attention, "SDPA flash": timing.sdpa_flash}
         mask = "causal" if causal else "full"

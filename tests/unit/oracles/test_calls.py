@@ -10,6 +10,7 @@ from fa_verify.oracles.call import Call, changed
 from fa_verify.oracles.calls.cache import CacheProblem
 from fa_verify.oracles.calls.codec import call_from_json, call_from_record
 from fa_verify.oracles.calls.merge import MergeProblem
+from fa_verify.oracles.calls.quantised import QuantisedProblem
 from fa_verify.oracles.calls.ring import RingProblem
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
@@ -26,6 +27,10 @@ CALLS = {
         page_size=4, stored="e4m3fn", scales="page", divides=True,
     ),
     "merge": MergeProblem(parts=(3, 0, 5), B=2, H=3, M=4, Dv=5, dtype="fp64", hidden=3, lse="low"),
+    "quantised": QuantisedProblem(
+        attention=Problem(B=2, H=4, Hk=2, M=3, N=9, dtype="fp16", mask=Mask(causal=True), seed=5),
+        qk="int8", v="input", qk_scales="block", blocks=(2, 4), codes="peaked",
+    ),
     "ring": RingProblem(
         attention=Problem(M=3, N=9, mask=Mask(causal=True), inputs="times8"), lengths=(4, 0, 5)
     ),
@@ -68,8 +73,9 @@ def test_a_call_has_what_every_call_has(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_field_of_a_call_or_of_its_attention_is_changed(name):
     call = CALLS[name]
-    other = changed(call, dtype="fp32", device="cuda", seed=0)
-    assert (other.dtype, other.device, other.seed) == ("fp32", "cuda", 0)
+    dtype = "bf16" if name == "quantised" else "fp32"
+    other = changed(call, dtype=dtype, device="cuda", seed=0)
+    assert (other.dtype, other.device, other.seed) == (dtype, "cuda", 0)
     assert type(other) is type(call)
     assert changed(other, dtype=call.dtype, device=call.device, seed=call.seed) == call
 

@@ -60,15 +60,20 @@ ARROWS = {
         "fa_kernels/schedule",
         "fa_kernels/validation",
     ),
-    "oracles": ("oracles/masks",),
+    "oracles": ("oracles/formats", "oracles/masks"),
     "oracles/masks": ("oracles",),
     # A call is a value. The truth about it is computed from tensors, by the folders below.
     "oracles/calls": ("oracles", "oracles/formats", "oracles/masks"),
     "oracles/formats": (),
     "oracles/reference": ("oracles", "oracles/formats", "oracles/masks"),
-    "oracles/bounds": ("oracles", "oracles/masks", "oracles/reference"),
+    "oracles/bounds": ("oracles", "oracles/formats", "oracles/masks", "oracles/reference"),
     # The second writing shares nothing with the first.
-    "oracles/bounds/in_numpy": ("oracles", "oracles/masks", "oracles/reference"),
+    "oracles/bounds/in_numpy": (
+        "oracles",
+        "oracles/formats",
+        "oracles/masks",
+        "oracles/reference",
+    ),  # fmt: skip
     "properties": (),
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from fa_verify.oracles.formats.writing import Writing
+from fa_verify.oracles.quantised_numerics import QuantisedNumerics
 from fa_verify.properties.kernels.declared import WORDS, declared_by
 from fa_verify.properties.kernels.subject import Subject
 
@@ -79,6 +80,13 @@ VALID = {
     "cache": [("paged",), ["append", "contiguous"]],
     "page_sizes": [None, (16,), [1, 256]],
     "kvcache_splits": [lambda problem: 2, None],
+    "quantised": [lambda q, k, v, q_scale, k_scale, v_scale, **given: q, None],
+    "qk_formats": [("e4m3fn",), ["e5m2", "int8"]],
+    "v_formats": [("e4m3fn", "input"), ["e5m2"]],
+    "qk_scales": [("tensor",), ["token", "block", "head"]],
+    "v_scales": [("head",), ["channel", "tensor"]],
+    "scale_blocks": [(128, 64), [16, 32]],
+    "quantised_numerics": [QuantisedNumerics(p_offset=8, pv_bits=14)],
     "states": [lambda outs, lses: (outs[0], lses[0]), None],
     "packed": [lambda q, k, v, **offsets: q, None],
     "score_mods": [(), ("softcap",), ("bias", "alibi", "softcap")],
@@ -205,6 +213,14 @@ WRONG = [
     ("dequantised", "bf16", "is 'bf16'; needs one of ('exact', 'rounded')"),
     ("v_scale_on", "k", "is 'k'; needs one of ('v', 'p')"),
     ("kvcache_splits", 2, "is 2; needs a function of a problem"),
+    ("quantised", "fp8", "is 'fp8'; needs a function of (q, k, v, q_scale, k_scale, v_scale)"),
+    ("qk_formats", ("e4m3",), "has ['e4m3']; known are ('e4m3fn', 'e5m2', 'int8')"),
+    ("v_formats", ("int8",), "has ['int8']; known are ('e4m3fn', 'e5m2', 'input')"),
+    ("qk_scales", (), "is empty; needs some of ('tensor', 'head', 'token', 'block')"),
+    ("v_scales", ("token",), "has ['token']; known are ('tensor', 'head', 'channel')"),
+    ("scale_blocks", (128,), "is (128,); needs two sizes, of rows and of keys"),
+    ("quantised_numerics", {"bits": 14}, "has ['bits']; known are ['p_format', "),
+    ("quantised_numerics", 14, "is 14; needs a dict of some of ['p_format', "),
     ("states", "merge", "is 'merge'; needs a function of (outs, lses), or True"),
     ("packed", True, "is True; needs a function of packed sequences"),
     ("pooled", True, "is True; needs a function that returns the pooled probabilities"),
@@ -369,7 +385,7 @@ def test_features_that_are_not_supported_are_named(declared):
         return q
 
     vars(kernel).update(declared)
-    says = "; fp8 and int8 of q, dropout and AMD GPUs are not supported$"
+    says = "; dropout and AMD GPUs are not supported, and codes of 8 bits by `quantised` alone$"
     with pytest.raises(ValueError, match=says):
         Subject.of(kernel, "kernel")
 

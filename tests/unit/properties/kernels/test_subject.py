@@ -176,6 +176,13 @@ def test_everything_that_limits_the_domain_is_tried():
         "cache_scales",
         "scale_divides",
         "writing",
+        "quantised",
+        "qk_formats",
+        "v_formats",
+        "qk_scales",
+        "v_scales",
+        "scale_blocks",
+        "quantised_numerics",
         "assumed",
     }
     # A verdict names each declaration that leaves problems out and was assumed.

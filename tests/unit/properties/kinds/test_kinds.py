@@ -19,6 +19,7 @@ from fa_verify.properties.running.tally import Tally
 from fa_verify.properties.search.causes import described, difference
 from fa_verify.properties.search.minimize import minimized
 from fa_verify.properties.search.search import Runner
+from tests.altered.quantised import right
 from tests.unit.properties.guarantees.test_cache_checks import attend
 from tests.unit.properties.guarantees.test_merging_checks import torch_merge, whole_attention
 from tests.unit.properties.problems.sampling import drawn
@@ -35,18 +36,24 @@ def attention(q, k, v, *, mask, sm_scale):
 attention.returns_lse, attention.lse_grad, attention.states = True, True, torch_merge
 attention.kvcache, attention.dtypes, attention.masks = decode, ("fp32",), ("causal", "padding")
 attention.p_dtype, attention.p_normalised = "fp32", True
-# It takes calls of every kind.
 SUBJECT = Subject.of(attention, "attention")
-NEEDS = {"attention": {"max_seqlen": 20}}
+NEEDS = {"attention": {"max_seqlen": 20}, "quantised": {"dtype": "bf16", "max_seqlen": 20}}
+# It takes calls of every kind but this.
+SUBJECTS = {"quantised": right("plain")}
 
 
 def calls_of(kind: str, count: int = 12) -> list:
-    draw = KINDS[kind].draw
-    return drawn(draw(SUBJECT, dtype="fp32", device="cpu", **NEEDS.get(kind, {})), count)
+    draw, needs = KINDS[kind].draw, {"dtype": "fp32", **NEEDS.get(kind, {})}
+    return drawn(draw(subject_of(kind), device="cpu", **needs), count)
+
+
+def subject_of(kind: str) -> Subject:
+    return SUBJECTS.get(kind, SUBJECT)
 
 
 def test_a_kernel_takes_the_kinds_that_it_declares():
-    assert kinds_of(SUBJECT) == tuple(KINDS)
+    assert kinds_of(SUBJECT) == tuple(kind for kind in KINDS if kind not in SUBJECTS)
+    assert kinds_of(SUBJECTS["quantised"]) == ("quantised",)
     assert kinds_of(dataclasses.replace(SUBJECT, backward=False)) == ("attention", "merge", "cache")
     merge = Subject.of(_states(), "merge")
     assert kinds_of(merge) == ("merge",)
@@ -65,13 +72,13 @@ def test_drawn_calls_are_supported_and_have_one_json_form(kind):
     for call in calls_of(kind):
         assert call.kind == kind
         assert kind_of(call) is KINDS[kind]
-        assert KINDS[kind].excludes(SUBJECT, call) is None
+        assert KINDS[kind].excludes(subject_of(kind), call) is None
         assert call_from_json(call.to_json()) == call
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_kernel_holds_and_is_counted(kind):
-    runner = Runner(SUBJECT, Tally())
+    runner = Runner(subject_of(kind), Tally())
     for call in calls_of(kind, 4):
         assert runner.findings(call, lambda trial: []) == []
     assert runner.judged + runner.out_of_range == 4
@@ -80,7 +87,8 @@ def test_a_right_kernel_holds_and_is_counted(kind):
     assert "out" in outputs
     assert max(ratio for ratio, _ in runner.tally.worst.values()) <= 1
     for claim in standing_of(kind):
-        trial = next(filter(None, (KINDS[kind].run(SUBJECT, x) for x in calls_of(kind, 4))))
+        runs = (KINDS[kind].run(subject_of(kind), x) for x in calls_of(kind, 4))
+        trial = next(filter(None, runs))
         assert claim.check(trial) == []
 
 
@@ -123,15 +131,16 @@ def test_any_call_shrinks_to_the_simplest(kind):
 
     call = max(calls_of(kind), key=of.complexity)
     (found,) = minimized(call, [Found(call)], lambda other: [Found(other)])
-    plain = {"attention": "M=1 N=1 fp32", "merge": "parts=(1,) M=1 fp32"}
+    plain = {"merge": "parts=(1,) M=1 fp32", "quantised": "M=1 N=1 bf16"}
     assert not [*of.reductions(found.problem)]
     assert described(found.problem).startswith(plain.get(kind, "M=1 N=1 fp32")) or kind == "merge"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_kernel_excludes_is_not_drawn(kind):
-    with pytest.raises(ExcludedError, match="attention declares dtypes"):
-        KINDS[kind].draw(SUBJECT, dtype="fp16", device="cpu", **NEEDS.get(kind, {}))
+    subject = dataclasses.replace(subject_of(kind), dtypes=("bf16",))
+    with pytest.raises(ExcludedError, match="declares dtypes"):
+        KINDS[kind].draw(subject, device="cpu", **{**NEEDS.get(kind, {}), "dtype": "fp16"})
     alone = Subject.of(_states(), "merge")
     if kind != "merge":
         assert kind not in kinds_of(alone)

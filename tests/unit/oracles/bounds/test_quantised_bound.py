@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from fa_verify.oracles.bounds.in_numpy.quantised import bound_of_row
-from fa_verify.oracles.bounds.quantised import OutOfRangeError, Replayed, replayed_attention
+from fa_verify.oracles.bounds.quantised import (
+    OutOfRangeError,
+    Replayed,
+    _dots,
+    replayed_attention,
+    replayed_forward,
+)
 from fa_verify.oracles.calls.quantised import QuantisedProblem
 from fa_verify.oracles.formats.element import FORMATS
-from fa_verify.oracles.formats.in_torch import decoded
+from fa_verify.oracles.formats.in_torch import decoded, encoded
 from fa_verify.oracles.masks.mask import Mask
 from fa_verify.oracles.problem import Problem
 from fa_verify.oracles.quantised_numerics import QuantisedNumerics
@@ -156,3 +162,55 @@ def test_more_pivots_than_are_replayed_give_the_wide_bound():
     narrow, wide = (_judged(PROBLEMS[0], x)[1] for x in ({}, words))
     assert wide.wide >= 0
     assert wide.out_bound.sum() > narrow.out_bound.sum()
+
+
+# Scores in powers of two, by tiles of 4 keys: maxima 3, 7 and 7.5. The second is 4 above the first.
+UNDECIDED = torch.tensor([[4, 9, 12, 6, 28, 22, 18, 26, 30, 24, 20, 22.0]], dtype=torch.float64)
+
+
+def _lazy(threshold: float, v: torch.Tensor, offset: int = 4) -> torch.Tensor:
+    """Return out of a forward in float64 that rescales above a threshold, and casts P."""
+    form = FORMATS["e4m3fn"]
+    t = UNDECIDED[0] / 4
+    m, total, acc = -math.inf, 0.0, torch.zeros(v.shape[1], dtype=torch.float64)
+    for start in range(0, len(t), 4):
+        here = t[start : start + 4]
+        if float(here.max()) - m > threshold:
+            new = float(here.max())
+            total, acc, m = total * 2.0 ** (m - new), acc * 2.0 ** (m - new), new
+        p = torch.exp2(here - m + offset)
+        total += float(p.sum())
+        acc = acc + decoded(encoded(p, form), form) @ v[start : start + 4]
+    return acc / total
+
+
+def _lazy_bound(threshold: float, v: torch.Tensor) -> Replayed:
+    return replayed_forward(
+        torch.ones((1, 1), dtype=torch.float64), UNDECIDED.T, v,
+        torch.full((1, 12), math.log(2) / 4, dtype=torch.float64), torch.ones(v.shape[1]).double(),
+        torch.ones((1, 12), dtype=torch.bool), out_dtype="fp16", is_integer=False, block_n=4,
+        rescale_threshold=threshold, l_from="unrounded", numerics=QuantisedNumerics(p_offset=4),
+    )  # fmt: skip
+
+
+def test_both_branches_of_a_rescale_that_is_undecided_are_inside():
+    v = torch.tensor([[(7 * n + 3 * d) % 11 - 5 for d in range(5)] for n in range(12)]).double()
+    rescaled, put_off = _lazy(4 - 1e-9, v), _lazy(4 + 1e-9, v)
+    both = _lazy_bound(4.0, v)
+    for out in (rescaled, put_off):
+        assert ((out - both.out[0]).abs() <= both.out_bound[0]).all()
+    # Where the threshold decides, there is one branch, and the other leaves its bound.
+    for threshold, inside, outside in ((3.9, rescaled, put_off), (4.1, put_off, rescaled)):
+        one = _lazy_bound(threshold, v)
+        assert ((inside - one.out[0]).abs() <= one.out_bound[0]).all()
+        assert ((outside - one.out[0]).abs() > one.out_bound[0]).any()
+
+
+def test_a_truncating_sum_errs_toward_0():
+    """Addends of one sign err to one side: the interval of 64 + 2**-8 ends below the sum."""
+    q, k = torch.tensor([[8.0, 1.0]]).double(), torch.tensor([[8.0, 2.0**-8]]).double()
+    low, high = _dots(q, k, 14, is_integer=False)
+    exact = float(q @ k.mT)
+    assert float(low) <= 64 <= float(high) == exact
+    low, high = _dots(-q, k, 14, is_integer=False)
+    assert -exact == float(low) <= -64 <= float(high)

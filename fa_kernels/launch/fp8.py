@@ -110,6 +110,8 @@ def launch_forward_fp8(
     if not tiles.number:
         return out, lse
     columns = _columns(v, sizes, arguments, tile.block_n)
+    # Rows of out are written 8 columns at a time.
+    aligned = alignment(q, k) if sizes.Dv % 8 == 0 else 0
     with on_device(q):
         run(
             forward_fp8_kernel, (tiles.number,),
@@ -122,7 +124,7 @@ def launch_forward_fp8(
                 **sizes.in_kernels(), **window_args(arguments),
                 **predicate_args(arguments, "forward"), **score_args(arguments),
                 **sink_args(arguments),
-                "ALIGNED": alignment(q, k), "VARLEN": varlen,
+                "ALIGNED": aligned, "VARLEN": varlen,
                 "BLOCK_D": _padded(sizes.D), "BLOCK_DV": _padded(sizes.Dv),
                 "PREDICATE": None if arguments.predicate is None else arguments.predicate.function,
                 "OF_TOKENS": scales.k.stride(2) != 0, "IMPRECISE": IMPRECISE[accumulator],

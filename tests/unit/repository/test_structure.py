@@ -73,7 +73,7 @@ ARROWS = {
         "oracles/formats",
         "oracles/masks",
         "oracles/reference",
-    ),  # fmt: skip
+    ),
     "properties": (),
     "properties/inputs": ORACLES,
     "properties/problems": (*ORACLES, "properties/inputs"),

@@ -214,6 +214,19 @@ def test_sinks_and_softcap_are_those_of_a_16_bit_call_of_the_numbers(device):
     assert (out - want).norm() < 0.05 * want.norm()
 
 
+@pytest.mark.parametrize("columns", [1, 2, 9, 16])
+def test_every_column_of_out_is_written_beside_aligned_queries(device, columns):
+    """Queries and keys of 16 columns are loaded 16 bytes at a time, and out may have other rows."""
+    q, k = codes("q", 1, 2, 5, 16), codes("k", 1, 1, 7, 16)
+    inputs = {
+        "q": q, "k": k, "v": codes("v", 1, 1, 7, columns), "q_scale": powers(1, 1, 1),
+        "k_scale": powers(1, 1, 1), "v_scale": powers(1, 1),
+    }  # fmt: skip
+    wide = {**inputs, "v": torch.cat([inputs["v"].view(torch.uint8)] * 16, 3).view(q.dtype)}
+    out, want = (called(x, device)[0] for x in (inputs, wide))
+    assert torch.equal(out, want[..., :columns])
+
+
 def test_no_keys_give_zero(device):
     inputs = {**drawn(False), "k": codes("k", B, HK, 0, D), "v": codes("v", B, HK, 0, DV)}
     out, lse = called(inputs, device)

@@ -33,6 +33,9 @@ _U = 2.0**-24
 _U_EXP = 2.0**-22  # ex2.approx and lg2.approx
 _LEAST = 2.0**-126  # float32 numbers below may count as 0
 _STEP = 32  # products that a tensor core of 8 bits adds at a time
+# The least normal number of e4m3. Tensor cores align the product of a smaller code, 0 included, as
+# if it were this large.
+_LEAST_NORMAL = 2.0**-6
 _CANDIDATES = 4  # pivots of a row that are replayed; beyond them the wide bound holds
 _LARGEST_SCORE = 2.0**24  # beyond, float32 has no digits left for the exponent
 _LARGEST_FP16 = 65504.0
@@ -79,7 +82,9 @@ class _Sums:
         """Whether sums of 32 products are truncated."""
         return self.bits in (13, 14)
 
-    def added(self, before: Interval, weights: Interval, y: Tensor) -> Interval:
+    def added(
+        self, before: Interval, weights: Interval, y: Tensor, least: Tensor | float
+    ) -> Interval:
         """Returns a sum after another step of products, of numbers that are cut to its bits.
 
         Hopper's tensor cores shift the products of a step, and the sum before it, to the largest
@@ -90,6 +95,7 @@ class _Sums:
             before: The interval of the sum, (..., R, C).
             weights: The interval of the left operand, (..., R, step), of numbers >= 0 or exact.
             y: The right operand, (..., step, C).
+            least: The least normal number of the left operand, (..., R, 1) or a number.
         """
         low, high = _product(weights, y)
         s_low, s_high = before[0] + low, before[1] + high
@@ -101,7 +107,8 @@ class _Sums:
             lost = count / max(2.0**-10, 1 - count) * reached
             return s_low - lost, s_high + lost
         unit = 2.0 ** (1 - self.bits)
-        terms = size.unsqueeze(-1) * y.abs().unsqueeze(-3)
+        aligned = torch.maximum(size, size.new_tensor(least) if isinstance(least, float) else least)
+        terms = aligned.unsqueeze(-1) * y.abs().clamp(min=_LEAST_NORMAL).unsqueeze(-3)
         largest = torch.maximum(terms.amax(-2), torch.maximum(before[0].abs(), before[1].abs()))
         sign_w = (weights[0] + weights[1]).sign()
         signs = sign_w.unsqueeze(-1) * y.sign().unsqueeze(-3)
@@ -136,7 +143,7 @@ def _dots(q: Tensor, k: Tensor, bits: int, is_integer: bool) -> Interval:
     dots: Interval = (torch.zeros_like(exact), torch.zeros_like(exact))
     for start in range(0, q.shape[-1], _STEP):
         here = slice(start, start + _STEP)
-        dots = sums.added(dots, (q[..., here], q[..., here]), k[..., here].mT)
+        dots = sums.added(dots, (q[..., here], q[..., here]), k[..., here].mT, _LEAST_NORMAL)
     return dots
 
 
@@ -346,7 +353,8 @@ def replayed_forward(
         count = (tile.stop - tile.start + 2) * _U / (1 - N * _U)
         l_sum = _widened((l_sum[0] + l_new[0], l_sum[1] + l_new[1]), count * live)
         # 6. P V.
-        after = _accumulated(acc, weights, v[tile], sums)
+        least = _LEAST_NORMAL * torch.exp2(pivots.most - offset - top)
+        after = _accumulated(acc, weights, v[tile], sums, least)
         # A row that sees no key of the tile adds zeros, which is exact.
         acc = (torch.where(live, after[0], acc[0]), torch.where(live, after[1], acc[1]))
         if sums.bits == 11:  # products below the least number of fp16
@@ -429,8 +437,10 @@ def _weights(
     return weights, (exact[0].masked_fill(~seen, 0.0), exact[1].masked_fill(~seen, 0.0)), two
 
 
-def _accumulated(acc: Interval, weights: Interval, v: Tensor, sums: _Sums) -> Interval:
-    """Returns the sums of PV after a tile, (R, Dv)."""
+def _accumulated(
+    acc: Interval, weights: Interval, v: Tensor, sums: _Sums, least: Tensor
+) -> Interval:
+    """Returns the sums of PV after a tile, (R, Dv); see ``_Sums.added`` for ``least``."""
     if sums.bits == 24:
         return _in_fp32(acc, _product(weights, v), weights[1] @ v.abs(), v.shape[0])
     zero: Interval = (torch.zeros_like(acc[0]), torch.zeros_like(acc[1]))
@@ -438,7 +448,7 @@ def _accumulated(acc: Interval, weights: Interval, v: Tensor, sums: _Sums) -> In
     step = _STEP if sums.truncates else v.shape[0]
     for start in range(0, v.shape[0], step):
         here = slice(start, start + step)
-        part = sums.added(part, (weights[0][:, here], weights[1][:, here]), v[here])
+        part = sums.added(part, (weights[0][:, here], weights[1][:, here]), v[here], least)
         if sums.promotion == "step":
             acc, part = _in_fp32(acc, part, None, 1), zero
     if sums.promotion == "row":

@@ -22,6 +22,8 @@ Array = NDArray[Any]
 U = 2.0**-24
 U_EXP = 2.0**-22
 TINY = 2.0**-126
+# Of e4m3.
+LEAST_NORMAL = 2.0**-6
 ROUNDOFF = {"fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
 
 
@@ -56,9 +58,12 @@ def _rounded(p: float, numerics: QuantisedNumerics) -> float:
 
 
 def _step(
-    low: float, high: float, products: list[tuple[float, float]], bits: int
+    low: float, high: float, products: list[tuple[float, float]], bits: int, aligned: list[float]
 ) -> tuple[float, float]:
-    """Returns a sum after a step of products, each with its lower and its upper end."""
+    """Returns a sum after a step of products, each with its lower and its upper end.
+
+    ``aligned`` are the sizes of the products with codes of at least the least normal number.
+    """
     before = max(abs(low), abs(high))
     sizes = [max(abs(a), abs(b)) for a, b in products]
     new_low, new_high = low + sum(a for a, _ in products), high + sum(b for _, b in products)
@@ -67,7 +72,7 @@ def _step(
         error = count / max(2.0**-10, 1 - count) * (sum(sizes) + before)
         return new_low - error, new_high + error
     unit = 2.0 ** (1 - bits)
-    largest = max([before, *sizes])
+    largest = max([before, *aligned])
     positive = sum(a + b > 0 for a, b in products) + (high > 0)
     negative = sum(a + b < 0 for a, b in products) + (low < 0)
     new_low -= positive * unit * largest
@@ -88,7 +93,11 @@ def _dot(q: Array, k: Array, numerics: QuantisedNumerics, is_integer: bool) -> t
     for start in range(0, len(q), 32):
         here = slice(start, start + 32)
         products = [float(a) * float(b) for a, b in zip(q[here], k[here], strict=True)]
-        low, high = _step(low, high, [(x, x) for x in products], numerics.qk_bits)
+        aligned = [
+            max(abs(float(a)), LEAST_NORMAL) * max(abs(float(b)), LEAST_NORMAL)
+            for a, b in zip(q[here], k[here], strict=True)
+        ]
+        low, high = _step(low, high, [(x, x) for x in products], numerics.qk_bits, aligned)
     return low, high
 
 
@@ -144,8 +153,13 @@ def _pv(
     weights: list[tuple[float, float]],
     column: Array,
     numerics: QuantisedNumerics,
+    least: float,
 ) -> tuple[float, float]:
-    """Returns the ends of a sum of PV after a tile."""
+    """Returns the ends of a sum of PV after a tile; ``least`` is the least normal P."""
+    aligned = [
+        max(b, least) * max(abs(float(y)), LEAST_NORMAL)
+        for (_, b), y in zip(weights, column, strict=True)
+    ]
     products = [
         (a * float(y), b * float(y)) if y > 0 else (b * float(y), a * float(y))
         for (a, b), y in zip(weights, column, strict=True)
@@ -161,7 +175,8 @@ def _pv(
     part = (low, high) if numerics.pv_promotion == "row" else (0.0, 0.0)
     width = len(products) if bits == 11 else 32
     for start in range(0, len(products), width):
-        part = _step(*part, products[start:start + width], bits)  # fmt: skip
+        here = slice(start, start + width)
+        part = _step(*part, products[here], bits, aligned[here])
         if numerics.pv_promotion == "step":
             low, high = _joined(low, high, part)
             part = (0.0, 0.0)
@@ -263,7 +278,8 @@ def bound_of_row(
             (width + 2) * U / (1 - N * U),
         )  # fmt: skip
         here_v = v[start : start + width]
-        acc = [_pv(acc[d], weights, here_v[:, d], numerics) for d in range(Dv)]
+        least = LEAST_NORMAL * 2.0 ** (most - off - top)
+        acc = [_pv(acc[d], weights, here_v[:, d], numerics, least) for d in range(Dv)]
         if numerics.pv_bits == 11:
             lost = width * 2.0**-24 * 2.0 ** (most - off - top)
             acc = [(a - lost, b + lost) for a, b in acc]

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from fa_kernels.configs import CONFIGS, Config, Tile, resolve
 from fa_kernels.launch import combine as launch_of_combine
 from fa_kernels.launch import portable
+from fa_kernels.launch.named_arguments import alignment
 from fa_kernels.launch.sizes import ROW_PADDING
 from fa_kernels.runtime import allocation
 from fa_kernels.validation.arguments import Arguments
@@ -291,21 +292,21 @@ NARROW = {
 
 @pytest.mark.parametrize("offset", [0, 8, 16])
 def test_rows_that_start_at_multiples_of_16_bytes_are_loaded_wide(offset):
-    assert portable._alignment(strided((320, 160, 32, 1), offset=offset)) == 1
+    assert alignment(strided((320, 160, 32, 1), offset=offset)) == 1
 
 
-@pytest.mark.parametrize(("D", "alignment"), [(16, 1), (24, 1), (20, 0), (8, 1)])
-def test_padded_head_dims_are_loaded_wide_with_a_mask(D, alignment):
+@pytest.mark.parametrize(("D", "wide"), [(16, 1), (24, 1), (20, 0), (8, 1)])
+def test_padded_head_dims_are_loaded_wide_with_a_mask(D, wide):
     rows = strided((320, 160, 32, 1), D=D)
-    assert portable._alignment(rows) == alignment
-    assert portable._alignment(strided((320, 160, 32, 1)), rows) == alignment
+    assert alignment(rows) == wide
+    assert alignment(strided((320, 160, 32, 1)), rows) == wide
 
 
 @pytest.mark.parametrize(("stride", "wide"), [(2**22, True), (2**22 + 8, False)])
 def test_rows_so_far_apart_that_a_tile_passes_32_bits_are_not_loaded_wide(stride, wide):
     rows = torch.empty(8, dtype=torch.float16, device="meta")
     apart = rows.as_strided((1, 1, 2, 16), (8, 8, stride, 1))
-    assert bool(portable._alignment(apart)) is wide
+    assert bool(alignment(apart)) is wide
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -320,9 +321,9 @@ def test_dots_of_fp32_alone_are_what_the_configuration_says(dots, dtype, launche
 @pytest.mark.parametrize("which", NARROW)
 def test_rows_are_loaded_wide_only_where_that_is_possible(which):
     wide = strided((320, 160, 32, 1))
-    assert portable._alignment(wide) == 1
-    assert not portable._alignment(NARROW[which])
-    assert not portable._alignment(wide, NARROW[which], wide)
+    assert alignment(wide) == 1
+    assert not alignment(NARROW[which])
+    assert not alignment(wide, NARROW[which], wide)
 
 
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])

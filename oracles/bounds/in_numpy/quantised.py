@@ -22,7 +22,7 @@ Array = NDArray[Any]
 U = 2.0**-24
 U_EXP = 2.0**-22
 TINY = 2.0**-126
-# Of e4m3.
+# The least normal number of e4m3.
 LEAST_NORMAL = 2.0**-6
 ROUNDOFF = {"fp16": (2.0**-11, 2.0**-24), "bf16": (2.0**-8, 2.0**-133)}
 
@@ -94,7 +94,7 @@ def _dot(q: Array, k: Array, numerics: QuantisedNumerics, is_integer: bool) -> t
         here = slice(start, start + 32)
         products = [float(a) * float(b) for a, b in zip(q[here], k[here], strict=True)]
         aligned = [
-            max(abs(float(a)), LEAST_NORMAL) * max(abs(float(b)), LEAST_NORMAL)
+            max(abs(float(a)), LEAST_NORMAL) * max(abs(float(b)), LEAST_NORMAL) * (a * b != 0)
             for a, b in zip(q[here], k[here], strict=True)
         ]
         low, high = _step(low, high, [(x, x) for x in products], numerics.qk_bits, aligned)
@@ -157,7 +157,7 @@ def _pv(
 ) -> tuple[float, float]:
     """Returns the ends of a sum of PV after a tile; ``least`` is the least normal P."""
     aligned = [
-        max(b, least) * max(abs(float(y)), LEAST_NORMAL)
+        max(b, least) * max(abs(float(y)), LEAST_NORMAL) * (b != 0 and y != 0)
         for (_, b), y in zip(weights, column, strict=True)
     ]
     products = [

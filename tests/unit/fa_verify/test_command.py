@@ -231,7 +231,7 @@ def test_a_kernel_holds_for_what_is_assumed_of_it_and_is_not_verified(folder, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = run(folder, "check", "my.py:always_causal", *ACCURACY)
     assert done.returncode == 4, done.stdout + done.stderr
-    said = "my.py:always_causal  NOT VERIFIED  holds for always causal, fp32 alone, no grouped heads,"
+    said = "my.py:always_causal  NOT VERIFIED  holds for always causal, fp32 alone, no grouped"
     assert said in done.stdout
     assert "(assumed: declare them to make them promises)" in done.stdout
     assert "HOLDS  " not in done.stdout

@@ -214,3 +214,21 @@ def test_a_truncating_sum_errs_toward_0():
     assert float(low) <= 64 <= float(high) == exact
     low, high = _dots(-q, k, 14, is_integer=False)
     assert -exact == float(low) <= -64 <= float(high)
+
+
+# Products of one large and one small number, as an H200 adds them: the codes of the large product,
+# and the exponent of the largest small one that it loses.
+LOST = {"256 * 2**-9": (256.0, 2.0**-9, -12), "2**-9 * 256": (2.0**-9, 256.0, -12),
+        "64 * 2**-7": (64.0, 2.0**-7, -14)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right", "exponent"), LOST.values(), ids=LOST)
+def test_a_product_of_a_subnormal_code_may_lose_what_an_h200_loses(left, right, exponent):
+    q = torch.tensor([[left, 2.0**-5]], dtype=torch.float64)
+    k = torch.tensor([[right, 2.0 ** (exponent + 5)]], dtype=torch.float64)
+    low, high = _dots(q, k, 14, False)
+    assert float(low) <= 0.5
+    assert float(high) >= 0.5 + 2.0**exponent
+    # Normal numbers keep it.
+    q[0, 0], k[0, 0] = 1.0, 0.5
+    assert exponent == -14 or float(_dots(q, k, 14, False)[0]) > 0.5

@@ -64,8 +64,8 @@ class _Scales(NamedTuple):
 
 @triton.jit
 def _head_scales(ptr, stride_entry, stride_head, offset, h):
-    """Returns a pointer to the scale of a head's first row; offsets are 64-bit."""
-    return ptr + offset.to(tl.int64) * stride_entry + h.to(tl.int64) * stride_head
+    """Returns a pointer to the scale of a head's first row; strides are 64-bit."""
+    return ptr + offset * stride_entry + h * stride_head
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def _attend(
     offs_dv = tl.arange(0, CONFIG.BLOCK_DV)
     offs_tile = tl.arange(0, CONFIG.BLOCK_N)
     stride = keys_padded // CONFIG.BLOCK_N * CONFIG.BLOCK_N
-    columns = offs_dv[:, None].to(tl.int64) * stride
+    columns = offs_dv[:, None] * stride
     row_scales = scales.of_rows * mods.qk_scale
     if CONFIG.SCORE_MODS:
         row_scales = tl.full([CONFIG.BLOCK_M], 1.0, tl.float32) * mods.qk_scale
@@ -99,7 +99,7 @@ def _attend(
             True,
         )  # fmt: skip
         # (BLOCK_M, BLOCK_N)
-        scores = tl.dot(q, k_t, out_dtype=tl.float32, max_num_imprecise_acc=IMPRECISE)
+        scores = tl.dot(q, k_t, max_num_imprecise_acc=IMPRECISE)
         if OF_TOKENS:
             places = scales.k_ptr + offs_n.to(tl.int64) * scales.stride_key
             scores *= tl.load(places, mask=valid, other=1.0)[None, :]
@@ -108,6 +108,7 @@ def _attend(
                 scores * scales.of_rows[:, None], offs_m[:, None], offs_n[None, :], mask, mods,
                 CONFIG.SCORE_MODS,
             )  # fmt: skip
+        # equivalent: The mask of a full tile hides nothing; leaving it out saves time.
         if is_edge(place, tiles):
             seen = element_mask(offs_m[:, None], offs_n[None, :], mask, CONFIG.PREDICATE)
             scores = tl.where(seen, scores, -float("inf"))
@@ -120,10 +121,7 @@ def _attend(
         # (BLOCK_DV, BLOCK_N), whole tiles
         v_t = tl.load(tl.multiple_of(values + start_n, 16) + columns + offs_tile[None, :])
         acc = acc * alpha[:, None]
-        acc = tl.dot(
-            p.to(v_t.dtype), tl.trans(v_t), acc, out_dtype=tl.float32,
-            max_num_imprecise_acc=IMPRECISE,
-        )  # fmt: skip
+        acc = tl.dot(p.to(v_t.dtype), tl.trans(v_t), acc, max_num_imprecise_acc=IMPRECISE)
         m_i = m_new
     return SoftmaxState(acc, l_i, m_i)
 
@@ -141,7 +139,7 @@ def _first_column(
     head, start = b * Hk + h, 0
     if VARLEN:
         head, start = h, (offset + b * BLOCK) // BLOCK * BLOCK
-    return ptr + (head.to(tl.int64) * BLOCK_DV * keys_padded + start)
+    return ptr + (head * BLOCK_DV * keys_padded + start)
 
 
 @kernel
@@ -171,6 +169,7 @@ def columns_kernel(
     block, seqlen = key_block(tl.program_id(0), grid, batch, BLOCK_N, VARLEN, None)
     if VARLEN:
         # A tile past the end of a sequence may lie in the next one.
+        # equivalent: In the interpreter, whose programs run in order, that one is written later.
         if block.start >= seqlen.seqlen_k:
             return
     offs_tile = tl.arange(0, BLOCK_N)
@@ -185,7 +184,7 @@ def columns_kernel(
         columns_ptr, block.b, block.h, Hk, seqlen.offset_k, keys_padded, BLOCK_DV, BLOCK_N, VARLEN
     )
     stride = keys_padded // BLOCK_N * BLOCK_N
-    places = offs_dv[:, None].to(tl.int64) * stride + offs_tile[None, :]
+    places = offs_dv[:, None] * stride + offs_tile[None, :]
     tl.store(tl.multiple_of(first + block.start, 16) + places, tl.trans(tile))
 
 

@@ -49,6 +49,7 @@ class Declaration:
             made holds for less than it was asked for.
         is_assumed: ``fa-verify check`` assumes the declaration as a probe finds it. Under the wrong
             one a correct kernel fails; no value makes a bound stricter or leaves a problem out.
+        is_function: The value may be a function, which a class may define as a method.
         admits: Function from the declarations of a kernel and a problem to whether the
             declaration leaves the problem.
     """
@@ -59,6 +60,7 @@ class Declaration:
     none_is_nothing: bool = False
     narrows: Callable[[Any], str] | None = None
     is_assumed: bool = False
+    is_function: bool = False
     admits: Callable[[Any, Problem], bool] | None = None
 
     @property

@@ -14,7 +14,7 @@ from fa_verify.oracles.declaration import (
     whole_number,
 )
 
-__all__ = ["OUTPUTS", "Numerics", "Outputs"]
+__all__ = ["LONGEST_TILE", "MOST_PUT_OFF", "OUTPUTS", "Numerics", "Outputs"]
 
 Array = TypeVar("Array")
 

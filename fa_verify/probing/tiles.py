@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fa_verify.oracles.outputs import MOST_PUT_OFF
 from fa_verify.oracles.problem import Problem
 from fa_verify.probing.answers import Answer, undecided
 from fa_verify.probing.experiments import Experiment, Observation, experiment, observe
@@ -24,7 +25,6 @@ __all__ = ["tiles_of"]
 
 # Tiles are multiples of this width.
 _STEP = 8
-_MOST_PUT_OFF = 15
 
 
 @experiment("tiles")
@@ -207,7 +207,7 @@ def _threshold(subject: Subject, problem: Problem, way: int, width: int, order: 
     early, late = (0, problem.N - 1) if order == "ascending" else (problem.N - 1, 0)
     del width
     states, last = [], None
-    for power in range(1, _MOST_PUT_OFF + 1):
+    for power in range(1, MOST_PUT_OFF + 1):
         for tenths in (10 * power - 1, 10 * power + 1):
             which = Experiment("rescaling", problem, (way, early, late, tenths))
             fits = observe(subject, which).fits()

@@ -343,6 +343,7 @@ class Declarations:
         function("a function of packed sequences"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     pooled: Callable[..., torch.Tensor] | None = declared(
         None,
@@ -351,6 +352,7 @@ class Declarations:
         function("a function that returns the pooled probabilities"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     kvcache: Callable[..., Any] | None = declared(
         None,
@@ -359,6 +361,7 @@ class Declarations:
         function("a function of (q, k_cache, v_cache)"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     cache: tuple[str, ...] = declared(
         CACHES,
@@ -409,6 +412,7 @@ class Declarations:
         function("a function of a problem"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     states: Callable[..., Any] | None = declared(
         None,
@@ -418,6 +422,7 @@ class Declarations:
         function("a function of (outs, lses), or True for a kernel that is one", True),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     quantised: Callable[..., Any] | None = declared(
         None,
@@ -427,6 +432,7 @@ class Declarations:
         function("a function of (q, k, v, q_scale, k_scale, v_scale), or True", True),
         "quantised",
         none_is_nothing=True,
+        is_function=True,
     )
     qk_formats: tuple[str, ...] = declared(
         QK_FORMATS[:1],
@@ -472,6 +478,7 @@ class Declarations:
         function("a function of a problem"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     paths: Callable[[Problem], tuple[str, ...]] | None = declared(
         None,
@@ -480,6 +487,7 @@ class Declarations:
         function("a function of a problem"),
         "promises",
         none_is_nothing=True,
+        is_function=True,
     )
     configs: Mapping[str, Mapping[str, Any]] = declared(
         {"default": {}},

@@ -91,7 +91,9 @@ def declared_by(call: Callable[..., Any], name: str) -> dict[str, Any]:
     return {
         word: value
         for word, value in without_none(found).items()
-        if not ((inspect.ismethod(value) or _is_code(call, word)) and not _is_function(word))
+        if not (
+            (inspect.ismethod(value) or _is_code(call, word)) and not DECLARATIONS[word].is_function
+        )
     }
 
 
@@ -120,11 +122,6 @@ def _close_match(word: str) -> str | None:
 def _is_code(call: object, word: str) -> bool:
     """Return whether an attribute is a method of a class, such as ``backward``."""
     return inspect.isclass(call) and inspect.isroutine(getattr(call, word))
-
-
-def _is_function(word: str) -> bool:
-    """Return whether a declaration is a function, which a class may define as a method."""
-    return DECLARATIONS[word].values.__qualname__.startswith("function.")
 
 
 def check_declarations(name: str, declared: dict[str, Any]) -> None:

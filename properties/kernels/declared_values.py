@@ -19,7 +19,7 @@ from fa_verify.properties.inputs.dlse_families import NO_DLSE
 from fa_verify.properties.inputs.padding_values import PADDING_VALUES
 from fa_verify.properties.kernels.fitting import fitted
 from fa_verify.properties.kernels.subject import Subject
-from fa_verify.properties.kernels.vocabulary import score_mods_of
+from fa_verify.properties.kernels.vocabulary import is_padded, masks_of, score_mods_of
 
 __all__ = ["ANY_HEAD_DIM", "Value", "declared_values", "examples", "not_drawn", "values_of"]
 
@@ -133,7 +133,6 @@ def values_of(subject: Subject, call: Call) -> set[Value]:
         return {Value("zero_sizes")}
     mask = a.mask
     rows, keys = mask.lengths(a.B, a.M, a.N)
-    is_padded = (mask.seqlens_q, mask.seqlens_k) != (None, None)
     most = subject.max_seqlen or 0
     longest = most // subject.seqlen_multiple * subject.seqlen_multiple
     return found | {
@@ -147,11 +146,8 @@ def values_of(subject: Subject, call: Call) -> set[Value]:
             (Value("m_gt_n"), a.M > a.N),
             (Value("zero_sizes"), 0 in (*rows, *keys) and isinstance(call, CacheProblem)),
             (Value("max_seqlen", most), most > 0 and max(a.M, a.N) >= longest),
-            (Value("masks", "causal"), mask.causal),
-            (Value("masks", "window"), (mask.window_left, mask.window_right) != (None, None)),
-            (Value("masks", "padding"), is_padded),
-            (Value("masks", "custom"), not mask.is_plain),
-            (Value("dirty", a.dirty), is_padded),
+            (Value("dirty", a.dirty), is_padded(mask)),
+            *((Value("masks", x), True) for x in masks_of(mask)),
             (Value("lse_grad"), a.dlse != NO_DLSE),
             *((Value("layouts", x), True) for x in a.layouts),
             *((Value("score_mods", x), True) for x in score_mods_of(a)),

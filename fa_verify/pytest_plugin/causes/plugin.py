@@ -169,10 +169,11 @@ class Causes:
             if found:
                 violation.findings += found
                 more = Violation(found, violation.claim)
-                violation.causes += self._failure(runner, more).causes()
+                numbers = self._failure(runner, more).causes()
+                violation.causes += numbers
+                self._confirm(runner, numbers)
+                self._diagnose(runner, numbers)
         violation.beyond += beyond.judged
-        self._confirm(runner, violation.causes)
-        self._diagnose(runner, violation.causes)
 
     def _go_on(self, runner: Runner, violation: Violation) -> None:
         """Draw the problems of a failed test again, and explain failures beyond known causes.
